@@ -1,0 +1,1 @@
+"""Raw text -> vocabulary -> token store -> sentence pairs -> masks -> batches."""

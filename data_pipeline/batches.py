@@ -1,0 +1,231 @@
+"""masks -> **batches** -> model: (seed, step, rank) -> tensors.
+
+Example i of epoch e is a pure function of (seed, e, i), and step k of a run a fixed list of examples. So neither
+workers, ranks nor restarts can change the data, there is no loader state to save, and a run goes on by asking for step k.
+Sequences lie end to end in a batch, nothing is padded.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from data_pipeline.config import PairsConfig
+from data_pipeline.hashing import draws, key
+from data_pipeline.masking import choose_words, replace_tokens
+from data_pipeline.pairs import SPECIALS, cut_segments, draw_pairs
+from data_pipeline.token_store import TokenStore
+
+
+@dataclass
+class Batch:
+    """B sequences of T tokens in all, M of them to predict; int64 tensors."""
+
+    input_ids: torch.Tensor  # (T,)
+    token_type_ids: torch.Tensor  # (T,) 0 in [CLS] A [SEP], 1 in B [SEP]
+    position_ids: torch.Tensor  # (T,) place in the sequence
+    sequence_ids: torch.Tensor  # (T,) number of the sequence
+    cu_seqlens: torch.Tensor  # (B + 1,) where each sequence starts, and the end
+    masked_positions: torch.Tensor  # (M,) ascending, into the T tokens
+    masked_labels: torch.Tensor  # (M,) the tokens that were there
+    next_sentence_label: torch.Tensor  # (B,) 0 IsNext, 1 random
+    max_length: int  # of the longest sequence
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`, copied without waiting where memory is pinned."""
+        if device.type == "cpu":
+            return self
+        values = (getattr(self, item.name) for item in fields(self))
+        return Batch(
+            *(
+                v.pin_memory().to(device, non_blocking=True) if torch.is_tensor(v) else v
+                for v in values
+            )
+        )
+
+    def padded(self, pad_id: int = 0) -> dict[str, torch.Tensor]:
+        """The batch as transformers wants it: (B, S) ids, types, attention_mask and labels (-100: none)."""
+        shape = (len(self.next_sentence_label), self.max_length)
+        where = (self.sequence_ids, self.position_ids)
+        labels = torch.full_like(self.input_ids, -100)
+        labels[self.masked_positions] = self.masked_labels
+        out = {"next_sentence_label": self.next_sentence_label}
+        for name, values, filler in (
+            ("input_ids", self.input_ids, pad_id),
+            ("token_type_ids", self.token_type_ids, 0),
+            ("attention_mask", torch.ones_like(self.input_ids), 0),
+            ("labels", labels, -100),
+        ):
+            rows = torch.full(shape, filler, dtype=torch.int64)
+            rows[where] = values
+            out[name] = rows
+        return out
+
+
+class BatchSource:
+    """The batches of a run over one split of a store, by step and rank."""
+
+    def __init__(
+        self, store: TokenStore, data: PairsConfig, seed: int, epoch_sizes: list[int] | None = None
+    ):
+        self.store, self.data, self.seed = store, data, seed
+        self.segments = cut_segments(store, data.max_seq_length - SPECIALS[data.objective])
+        self.epoch_sizes = list(epoch_sizes or [])  # examples of each epoch drawn so far: a cache
+        self.epochs: dict[
+            int, np.ndarray
+        ] = {}  # at most two: a step may end one and begin the next
+
+    def pairs(self, epoch: int) -> np.ndarray:
+        """The pairs of an epoch, in order."""
+        if epoch not in self.epochs:
+            for old in [e for e in self.epochs if e < epoch - 1 or e > epoch]:
+                del self.epochs[old]
+            self.epochs[epoch] = draw_pairs(
+                self.store,
+                self.segments,
+                max_seq_length=self.data.max_seq_length,
+                objective=self.data.objective,
+                short_seq_prob=self.data.short_seq_prob,
+                seed=self.seed,
+                epoch=epoch,
+            )
+        return self.epochs[epoch]
+
+    def epoch_size(self, epoch: int) -> int:
+        while len(self.epoch_sizes) <= epoch:
+            self.epoch_sizes.append(len(self.pairs(len(self.epoch_sizes))))
+        return self.epoch_sizes[epoch]
+
+    def examples(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Examples [start, start + count) of the endless run: (pairs, random stream of each uint64)."""
+        epoch = 0
+        while start >= self.epoch_size(epoch):
+            start -= self.epoch_size(epoch)
+            epoch += 1
+        parts, streams = [], []
+        while count > 0:
+            part = self.pairs(epoch)[start : start + count]
+            parts.append(part)
+            streams.append(draws(key(self.seed, epoch, 4), np.arange(start, start + len(part))))
+            count -= len(part)
+            start, epoch = 0, epoch + 1
+        return np.concatenate(parts), np.concatenate(streams)
+
+    def batch(self, start: int, count: int) -> Batch:
+        """The batch of examples [start, start + count)."""
+        return build_batch(self.store, self.data, *self.examples(start, count))
+
+    def step(
+        self, step: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
+    ) -> list[Batch]:
+        """What one rank trains on in one step: its micro-batches, neighbours in the global batch."""
+        micro_batches = global_batch_size // micro_batch_size // world_size
+        first = step * global_batch_size + rank * micro_batches * micro_batch_size
+        return [
+            self.batch(first + i * micro_batch_size, micro_batch_size) for i in range(micro_batches)
+        ]
+
+
+def build_batch(
+    store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
+) -> Batch:
+    """[CLS] A [SEP] B [SEP] of each pair, end to end, with masks drawn from the stream of each (uint64)."""
+    vocabulary = store.vocabulary
+    n = len(pairs)
+    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+    lengths = a + b + SPECIALS[data.objective]
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(cu_seqlens[-1])
+
+    # tokens: both segments of all pairs in one gather
+    segment = np.stack([a, b], 1).ravel()
+    source = np.stack([pairs["a_start"], pairs["b_start"]], 1).ravel()
+    target = np.stack([cu_seqlens[:-1] + 1, cu_seqlens[:-1] + a + 2], 1).ravel()
+    before = np.cumsum(segment) - segment
+    steps = np.arange(int(segment.sum()))
+    places = np.repeat(target - before, segment) + steps
+    origins = np.repeat(source - before, segment) + steps
+    input_ids = np.empty(total, np.int64)
+    input_ids[places] = store.take(origins)
+    input_ids[cu_seqlens[:-1]] = vocabulary["[CLS]"]
+    input_ids[cu_seqlens[:-1] + a + 1] = vocabulary["[SEP]"]
+    input_ids[cu_seqlens[1:] - 1] = vocabulary["[SEP]"]
+
+    # words: runs of tokens that no word starts in; none spans two segments
+    is_start = np.ones(len(origins), bool)
+    if data.masking == "whole_word":
+        is_start = ~vocabulary.continues[input_ids[places]]
+    is_start[before[segment > 0]] = True
+    word = np.flatnonzero(is_start)
+    word_length = np.diff(word, append=len(places))
+    sequence = np.repeat(np.arange(n), lengths)
+    word_sequence = sequence[places[word]]
+
+    # masks
+    chosen = choose_words(
+        word_sequence, word_length, streams, data.masked_lm_prob, data.max_predictions_per_seq
+    )
+    size = word_length[chosen]
+    masked = np.repeat(word[chosen] - (np.cumsum(size) - size), size) + np.arange(int(size.sum()))
+    masked = places[masked]
+    labels = input_ids[masked]
+    input_ids[masked] = replace_tokens(
+        labels,
+        np.repeat(chosen - np.searchsorted(word_sequence, word_sequence[chosen]), size),
+        streams[sequence[masked]],
+        vocabulary["[MASK]"],
+        vocabulary.ordinary,
+    )
+    types = np.repeat(np.tile([0, 1], n), np.stack([a + 2, lengths - a - 2], 1).ravel())
+    arrays = (
+        input_ids,
+        types,
+        np.arange(total) - np.repeat(cu_seqlens[:-1], lengths),
+        sequence,
+        cu_seqlens,
+        masked,
+        labels,
+        pairs["label"].astype(np.int64),
+    )
+    return Batch(*map(torch.from_numpy, arrays), max_length=int(lengths.max()))
+
+
+def prefetch(source: Iterator, depth: int = 4) -> Iterator:
+    """The items of `source`, made ahead by a thread; its error is raised where the item would have been."""
+    ready: queue.Queue = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(item) -> bool:
+        while not stopped.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                pass
+        return False
+
+    def work() -> None:
+        try:
+            for item in source:
+                if not put((item, None)):
+                    return
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stopped.set()
+        thread.join()

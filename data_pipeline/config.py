@@ -1,0 +1,209 @@
+"""The sections of a config that make the data, and how any config is read and checked.
+
+One YAML file tells a whole run. Preparation reads the sections of this file and leaves the model's to
+`pretrain.config`, which adds them to the same dataclass.
+"""
+
+import difflib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data_pipeline.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass
+class DatasetConfig:
+    path: str = ""
+    """Hub name, or a builder such as `json`, `csv`, `parquet`, as in `datasets.load_dataset`."""
+    name: str | None = None
+    """Configuration of the dataset."""
+    split: str = "train"
+    """Split to read."""
+    data_files: Any = None
+    """Local files or globs for a builder: one or a list."""
+    text_column: str = "text"
+    """Column that holds a document."""
+
+
+@dataclass
+class CorpusConfig:
+    source: str | None = None
+    """`python-docs`: the English prose that the installation itself carries."""
+    files: Any = field(default_factory=list)
+    """Text or JSONL files or globs, also .gz, .bz2, .xz, .zst: one or a list."""
+    dataset: DatasetConfig | None = None
+    """Anything that `datasets.load_dataset` reads, streamed."""
+    layout: str = "auto"
+    """What a document is: `blank_line` between documents, one a `line`, one a `file`, `jsonl`; `auto` looks."""
+    text_field: str = "text"
+    """Field of a JSON line that holds the document."""
+    encoding: str = "utf-8"
+    """Encoding of the files, by Python's name for it."""
+    errors: str = "strict"
+    """Bytes that are not text: `strict` stops and names the place, `replace` puts U+FFFD."""
+    language: str = "en"
+    """ISO 639 code, for the sentence splitter."""
+    held_out: float = 0.01
+    """Share of documents kept from training for evaluation, chosen by a hash of their text."""
+
+    def validate(self) -> None:
+        given = [bool(self.source), bool(self.files), self.dataset is not None]
+        check(sum(given) == 1, "corpus needs exactly one of source, files and dataset")
+        check(self.source in (None, "python-docs"), f"corpus.source {self.source!r}: python-docs")
+        check_choice("corpus.layout", self.layout, ("auto", "blank_line", "line", "file", "jsonl"))
+        check_choice("corpus.errors", self.errors, ("strict", "replace"))
+        check(0 <= self.held_out < 1, f"corpus.held_out {self.held_out} is not in [0, 1)")
+        try:
+            "".encode(self.encoding)
+        except LookupError:
+            raise UserError(
+                f"corpus.encoding {self.encoding!r} is not one that Python knows"
+            ) from None
+
+
+@dataclass
+class VocabConfig:
+    size: int = 30522
+    """Pieces, special tokens included; the file is padded with [unusedN] to a multiple of 64."""
+    lowercase: bool = True
+    """Lower-case the text."""
+    strip_accents: bool | None = None
+    """Drop accents; null: as `lowercase`, which is BERT's rule."""
+    handle_chinese_chars: bool = True
+    """Make every Chinese character a word of its own."""
+    min_frequency: int = 2
+    """Smallest count of a pair of pieces that is still merged."""
+    character_coverage: float = 0.9999
+    """Share of the corpus's characters that the alphabet holds; words with others become [UNK]."""
+
+    def validate(self) -> None:
+        check(self.size >= 16, f"vocab.size {self.size} is below 16")
+        check(self.min_frequency >= 1, f"vocab.min_frequency {self.min_frequency} is below 1")
+        check(0 < self.character_coverage <= 1, "vocab.character_coverage is not in (0, 1]")
+
+
+@dataclass
+class PairsConfig:
+    max_seq_length: int = 128
+    """Tokens of a sequence, [CLS] and both [SEP] included."""
+    objective: str = "nsp"
+    """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
+    masking: str = "whole_word"
+    """What is masked together: `whole_word`, or each `token` by itself."""
+    masked_lm_prob: float = 0.15
+    """Share of the ordinary tokens that are predicted."""
+    max_predictions_per_seq: int | None = None
+    """Most tokens that are predicted in a sequence; null: no bound."""
+    short_seq_prob: float = 0.1
+    """Share of the sequences that aim at a random shorter length, as fine-tuning will see."""
+
+    def validate(self) -> None:
+        check(self.max_seq_length >= 8, f"data.max_seq_length {self.max_seq_length} is below 8")
+        check_choice("data.objective", self.objective, ("nsp", "sop", "none"))
+        check_choice("data.masking", self.masking, ("whole_word", "token"))
+        check(0 < self.masked_lm_prob < 1, "data.masked_lm_prob is not in (0, 1)")
+        check(0 <= self.short_seq_prob < 1, "data.short_seq_prob is not in [0, 1)")
+        check((self.max_predictions_per_seq or 1) >= 1, "data.max_predictions_per_seq is below 1")
+
+
+@dataclass
+class DataConfig:
+    run_dir: str = "runs/run"
+    """Folder of the run: checkpoints, metrics, export."""
+    data_dir: str = "data/data"
+    """Folder of the vocabulary and the token store."""
+    seed: int = 0
+    """Seed of everything that is drawn."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    vocab: VocabConfig = field(default_factory=VocabConfig)
+    data: PairsConfig = field(default_factory=PairsConfig)
+
+    def validate(self) -> None:
+        check(0 <= self.seed < 2**63, f"seed {self.seed} is not in [0, 2**63)")
+        for section in (self.corpus, self.vocab, self.data):
+            section.validate()
+
+
+def check(holds: bool, message: str) -> None:
+    if not holds:
+        raise UserError(message)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    check(value in choices, f"{name} is {value!r}; it can be {', '.join(choices)}")
+
+
+def load_config(
+    schema: type[T], path: str, overrides: list[str] = (), others: tuple[str, ...] = ()
+) -> T:
+    """The config at `path` with `key=value` overrides, as a validated instance of `schema`.
+
+    `others` names top-level sections that belong to another entry point and are skipped here.
+    Raises `UserError` that names the file, the key and the nearest valid key.
+    """
+    try:
+        given = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise UserError(f"no config at {path}") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a readable YAML file: {error}") from None
+    if not isinstance(given, DictConfig):
+        raise UserError(f"{path} is not a mapping of sections; see configs/quickstart.yaml")
+    for item in overrides:
+        name, equals, _ = item.partition("=")
+        if not equals or name.startswith("-"):
+            raise UserError(f"{item!r} is not key=value, such as train.max_steps=1000")
+    for layer, origin in ((given, path), (OmegaConf.from_dotlist(list(overrides)), "command line")):
+        for section in set(others) & set(layer):
+            del layer[section]
+        check_keys(schema, layer, origin)
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(schema),
+            given,
+            OmegaConf.from_dotlist(list(own(overrides, others))),
+        )
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}, key {error.full_key or '?'}: {reason}") from None
+    try:
+        config.validate()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return config
+
+
+def own(overrides: list[str], others: tuple[str, ...]) -> list[str]:
+    return [item for item in overrides if item.partition("=")[0].split(".")[0] not in others]
+
+
+def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -> None:
+    """Raise `UserError` at the first key of `given` that `schema` lacks, with the nearest it has."""
+    known = {item.name: item.type for item in fields(schema)}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(known)}"
+            raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
+        section = DatasetConfig if name == "dataset" else known[name]
+        if hasattr(section, "__dataclass_fields__") and given[name] is not None:
+            if not isinstance(given[name], DictConfig):
+                raise UserError(f"{origin}: {prefix}{name} is not a section of key: value lines")
+            check_keys(section, given[name], origin, f"{prefix}{name}.")
+
+
+def to_list(value: Any) -> list[str]:
+    """A list of strings from one string or a list of them."""
+    return [str(item) for item in ([value] if isinstance(value, str) else value or [])]
+
+
+def resolve(path: str) -> Path:
+    return Path(path).expanduser()

@@ -1,0 +1,28 @@
+"""What the user can put right ends in one line and exit code 2; every entry point goes through here."""
+
+import errno
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """A mistake in what we were given: says what was found, what was wanted, what to do next."""
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run an entry point; a `UserError` or a full disk ends in one line on stderr and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        message = f"no space left for {error.filename or 'the output'}: free some and run the same "
+        message += "command again; what was complete before is kept"
+    else:
+        return
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

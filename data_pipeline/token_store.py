@@ -1,0 +1,151 @@
+"""vocabulary + words -> **token store** -> pairs: the corpus as token ids on disk, memory-mapped.
+
+A folder a split (`train`, `held_out`), in it a folder a shard with `tokens.npy` (uint16 or uint32),
+`sentence_offsets.npy` (token where each sentence starts, and the end) and `document_offsets.npy` (sentence where
+each document starts, and the end). Sentences lie one after another, so any segment of a document is a slice.
+No padding, no pairs, no masks: those are drawn afresh every epoch.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.errors import UserError
+
+FORMAT = 1
+SPECIAL_IDS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+
+
+@dataclass
+class Vocabulary:
+    """What pairs, masks and model need to know of a vocabulary; read without `tokenizers`."""
+
+    pieces: list[str]
+    sha256: str
+    continues: np.ndarray  # bool (V,): the piece continues a word (##)
+    ordinary: np.ndarray  # int64: ids that may replace a masked token: not special, not [unusedN]
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, piece: str) -> int:
+        return SPECIAL_IDS[piece]
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """The vocabulary in `folder/vocab.txt`; raises `UserError` if there is none."""
+    path = folder / "vocab.txt"
+    if not path.exists():
+        raise UserError(f"no vocabulary at {path}; make one: python -m data_pipeline CONFIG")
+    data = path.read_bytes()
+    pieces = data.decode("utf-8").split("\n")[:-1]
+    named = np.array([p.startswith("[") and p.endswith("]") and len(p) > 2 for p in pieces])
+    return Vocabulary(
+        pieces=pieces,
+        sha256=hashlib.sha256(data).hexdigest(),
+        continues=np.array([p.startswith("##") for p in pieces]),
+        ordinary=np.flatnonzero(~named),
+    )
+
+
+class TokenStore:
+    """One split of a store: a sequence of tokens, cut in sentences, cut in documents.
+
+    `sentence_offsets` int64 (sentences + 1,) in tokens, `document_offsets` int64 (documents + 1,) in sentences,
+    both over all shards together; `vocabulary` gives the words.
+    """
+
+    def __init__(self, folder: Path, split: str, vocabulary: Vocabulary):
+        self.manifest = read_manifest(folder)
+        if self.manifest["vocab_sha256"] != vocabulary.sha256:
+            raise UserError(
+                f"{folder} was built with another vocabulary ({self.manifest['vocab_sha256'][:12]}, not "
+                f"{vocabulary.sha256[:12]}); build it again: delete {folder} and run python -m data_pipeline"
+            )
+        self.vocabulary = vocabulary
+        self.tokens: list[np.ndarray] = []
+        sentences, documents = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
+        starts = [0]
+        for shard in self.manifest[split]["shards"]:
+            tokens, sentence, document = (
+                load_array(folder / split / shard["name"] / f"{name}.npy")
+                for name in ("tokens", "sentence_offsets", "document_offsets")
+            )
+            found = (len(tokens), len(sentence) - 1, len(document) - 1)
+            wanted = (shard["tokens"], shard["sentences"], shard["documents"])
+            if found != wanted:
+                raise UserError(
+                    f"{folder / split / shard['name']} has {found} tokens, sentences and documents, its "
+                    f"manifest says {wanted}; delete {folder} and run python -m data_pipeline"
+                )
+            self.tokens.append(tokens)
+            sentences.append(sentence[1:] + sentences[-1][-1])
+            documents.append(document[1:] + documents[-1][-1])
+            starts.append(starts[-1] + len(tokens))
+        self.shard_starts = np.array(starts)
+        self.sentence_offsets = np.concatenate(sentences)
+        self.document_offsets = np.concatenate(documents)
+
+    def __len__(self) -> int:
+        return int(self.shard_starts[-1])
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.document_offsets) - 1
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """The tokens at `positions` int64 (n,), any order, over all shards: int64 (n,)."""
+        if len(self.tokens) == 1:
+            return self.tokens[0][positions].astype(np.int64)
+        out = np.empty(len(positions), np.int64)
+        shards = np.searchsorted(self.shard_starts, positions, side="right") - 1
+        for shard in np.unique(shards):
+            here = shards == shard
+            out[here] = self.tokens[shard][positions[here] - self.shard_starts[shard]]
+        return out
+
+    def starts_word(self, positions: np.ndarray) -> np.ndarray:
+        """Whether a word starts at each of `positions` int64 (n,): bool (n,)."""
+        return ~self.vocabulary.continues[self.take(positions)]
+
+    def token_counts(self) -> np.ndarray:
+        """How often each piece occurs: int64 (V,)."""
+        counts = np.zeros(len(self.vocabulary), np.int64)
+        for shard in self.tokens:
+            for start in range(0, len(shard), 1 << 24):
+                part = shard[start : start + (1 << 24)]
+                counts += np.bincount(part, minlength=len(counts))
+        return counts
+
+
+def load_array(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); delete the store and run python -m data_pipeline"
+        ) from None
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a finished store; raises `UserError` if there is none or it is another format."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"no token store at {folder}; make one: python -m data_pipeline CONFIG"
+        ) from None
+    except ValueError:
+        raise UserError(
+            f"{path} is damaged; delete {folder} and run python -m data_pipeline"
+        ) from None
+    if manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; delete {folder} "
+            "and run python -m data_pipeline"
+        )
+    return manifest

@@ -1,0 +1,1 @@
+"""Batches -> BertForPreTraining -> a Hugging Face checkpoint."""

@@ -1,0 +1,23 @@
+"""`accelerate launch -m pretrain CONFIG [key=value ...]`: train, go on where a run stopped, export at the end."""
+
+import argparse
+
+from data_pipeline.config import load_config
+from data_pipeline.errors import run_command
+from pretrain.config import Config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    config = load_config(Config, args.config, args.overrides)
+
+    from pretrain.train import train  # after the config: a mistake in it shows at once
+
+    train(config)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,141 @@
+"""The config of a run: the data's sections, and the model's, the training's and the tracking's."""
+
+from dataclasses import dataclass, field
+
+from data_pipeline.config import DataConfig, check, check_choice
+
+
+@dataclass
+class ModelConfig:
+    """BertConfig's own names, meanings and defaults; the size of the vocabulary comes with the vocabulary."""
+
+    hidden_size: int = 768
+    """Width D of the encoder."""
+    num_hidden_layers: int = 12
+    """Layers of the encoder."""
+    num_attention_heads: int = 12
+    """Heads H of each layer."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layers; null: 4 x hidden_size."""
+    hidden_act: str = "gelu"
+    """Activation: gelu (erf), gelu_new (tanh), relu, silu."""
+    hidden_dropout_prob: float = 0.1
+    """Dropout of embeddings and of each sublayer's output, in training."""
+    attention_probs_dropout_prob: float = 0.1
+    """Dropout of attention weights, in training."""
+    max_position_embeddings: int = 512
+    """Longest sequence that the model can ever take, tokens."""
+    type_vocab_size: int = 2
+    """Segment types."""
+    initializer_range: float = 0.02
+    """Standard deviation of the weights at the start."""
+    layer_norm_eps: float = 1e-12
+    """Added to the variance in layer normalisation."""
+    pad_token_id: int = 0
+    """Id of [PAD]; its embedding starts at zero."""
+    position_embedding_type: str = "absolute"
+    """Learned embeddings of absolute positions, BERT's."""
+
+    def validate(self) -> None:
+        check(
+            self.hidden_size % self.num_attention_heads == 0,
+            f"model.hidden_size {self.hidden_size} is not a multiple of "
+            f"model.num_attention_heads {self.num_attention_heads}",
+        )
+        check_choice(
+            "model.hidden_act",
+            self.hidden_act,
+            ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
+        )
+        check_choice("model.position_embedding_type", self.position_embedding_type, ("absolute",))
+        check(
+            self.type_vocab_size >= 2, "model.type_vocab_size is below 2, one for A and one for B"
+        )
+        check(
+            self.pad_token_id == 0,
+            "model.pad_token_id is not 0, the id of [PAD] in every vocabulary",
+        )
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            check(0 <= getattr(self, name) < 1, f"model.{name} is not in [0, 1)")
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+            check(getattr(self, name) >= 1, f"model.{name} is below 1")
+
+
+@dataclass
+class TrainConfig:
+    max_steps: int = 1_000_000
+    """Updates in all; the learning rate is 0 after the last."""
+    global_batch_size: int = 256
+    """Sequences of an update, over all processes."""
+    micro_batch_size: int = 32
+    """Sequences of one forward pass of one process; the rest is gradient accumulation."""
+    optimizer: str = "adamw"
+    """`adamw`, or `muon` for the matrices of the encoder and AdamW for the rest."""
+    learning_rate: float = 1e-4
+    """Highest learning rate, at the end of the warm-up."""
+    warmup_steps: int = 10_000
+    """Updates of linear warm-up; linear decay to 0 follows."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; biases and norms have none."""
+    adam_beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    adam_beta2: float = 0.999
+    """Decay of the mean of squared gradients."""
+    adam_epsilon: float = 1e-6
+    """Added to the root of the squared gradients."""
+    max_grad_norm: float = 1.0
+    """Norm that the gradient is clipped to; 0: no clipping."""
+    precision: str = "auto"
+    """`fp32`, `bf16` (autocast), or `auto`: bf16 on a GPU that has it, fp32 elsewhere."""
+    log_every: int = 10
+    """Updates between lines of metrics.jsonl."""
+    eval_every: int = 1000
+    """Updates between evaluations on the held-out split; there is one at the end in any case."""
+    eval_examples: int = 4000
+    """Most held-out pairs that are evaluated, always the same ones with the same masks."""
+    save_every: int = 1000
+    """Updates between checkpoints; there is one at the end in any case."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    timeout_s: int = 600
+    """Seconds after which a process that waits for another gives up."""
+
+    def validate(self) -> None:
+        check_choice("train.optimizer", self.optimizer, ("adamw", "muon"))
+        check_choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
+        for name in ("max_steps", "global_batch_size", "micro_batch_size", "log_every", "eval_every",
+                     "eval_examples", "save_every", "keep_checkpoints", "timeout_s"):  # fmt: skip
+            check(getattr(self, name) >= 1, f"train.{name} {getattr(self, name)} is below 1")
+        check(self.learning_rate > 0, "train.learning_rate is not above 0")
+        check(
+            0 <= self.warmup_steps < self.max_steps,
+            f"train.warmup_steps {self.warmup_steps} is not in [0, train.max_steps {self.max_steps})",
+        )
+        check(
+            self.global_batch_size % self.micro_batch_size == 0,
+            f"train.global_batch_size {self.global_batch_size} is not a multiple of "
+            f"train.micro_batch_size {self.micro_batch_size}",
+        )
+
+
+@dataclass
+class TrackingConfig:
+    wandb: str | None = None
+    """Project on wandb to report to; null: none. WANDB_MODE=offline keeps it on this machine."""
+
+
+@dataclass
+class Config(DataConfig):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def validate(self) -> None:
+        super().validate()
+        self.model.validate()
+        self.train.validate()
+        check(
+            self.data.max_seq_length <= self.model.max_position_embeddings,
+            f"data.max_seq_length {self.data.max_seq_length} exceeds "
+            f"model.max_position_embeddings {self.model.max_position_embeddings}",
+        )

@@ -1,0 +1,250 @@
+"""The end of the journey: a checkpoint -> a folder that every BERT class of transformers loads.
+
+`python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` does it for any checkpoint, on a CPU. A gate reads the folder back and
+compares it with the model before it says done.
+"""
+
+import argparse
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data_pipeline.batches import Batch
+from data_pipeline.config import check
+from data_pipeline.errors import UserError, run_command
+from data_pipeline.processes import written_beside
+from data_pipeline.token_store import SPECIAL_IDS, read_vocabulary
+from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
+from pretrain.config import Config, ModelConfig
+from pretrain.model import BertForPreTraining
+
+TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
+NAMES = {  # ours -> transformers'; of a layer after "layers.N."
+    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
+    "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
+    "embeddings.token_type.weight": "bert.embeddings.token_type_embeddings.weight",
+    "embeddings.norm": "bert.embeddings.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "mlm.dense": "cls.predictions.transform.dense",
+    "mlm.norm": "cls.predictions.transform.LayerNorm",
+    "mlm.bias": "cls.predictions.bias",
+    "nsp": "cls.seq_relationship",
+}
+LAYER_NAMES = {
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "norm": "output.LayerNorm",
+}
+QKV = [f"attention.self.{name}" for name in ("query", "key", "value")]
+
+
+def hf_names(name: str) -> list[str]:
+    """transformers' names for one of our tensors: one, or three for the stacked query, key and value."""
+    if not name.startswith("layers."):
+        stem, _, kind = name.rpartition(".")
+        return [NAMES[name] if name in NAMES else f"{NAMES[stem]}.{kind}"]
+    _, number, rest = name.split(".", 2)
+    stem, _, kind = rest.rpartition(".")
+    stems = QKV if stem == "attention.qkv" else [LAYER_NAMES[stem]]
+    return [f"bert.encoder.layer.{number}.{stem}.{kind}" for stem in stems]
+
+
+def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our weights under transformers' names; the tied decoder is not written, transformers ties it."""
+    return {
+        hf_name: part.clone()
+        for name, tensor in state.items()
+        for hf_name, part in zip(hf_names(name), tensor.chunk(len(hf_names(name))), strict=True)
+    }
+
+
+def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    """The tensors `names` of our model from transformers' weights."""
+    return {name: torch.cat([weights[part] for part in hf_names(name)]) for name in names}
+
+
+def export(
+    model: BertForPreTraining, vocab_dir: Path, out_dir: Path, lowercase: bool, card: str
+) -> None:
+    """Write the Hugging Face folder of a model on the CPU to `out_dir`, once the gate has passed it.
+
+    Raises `AssertionError` if what is read back is not the model: a fault of ours, nothing is left behind.
+    """
+    with written_beside(out_dir) as folder:
+        for name in TOKENIZER_FILES:
+            shutil.copy(vocab_dir / name, folder / name)
+        weights = {name: t.contiguous() for name, t in to_hf(model.state_dict()).items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)
+        vocab_size = len(model.mlm.bias)
+        config = hf_config(model.config, vocab_size)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        passed = check_export(model, folder)
+        (folder / "README.md").write_text(card + f"\nChecked at export: {passed}.\n")
+
+
+def hf_config(config: ModelConfig, vocab_size: int) -> dict:
+    settings = asdict(config)
+    settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
+    return settings | {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+
+
+def load_export(folder: Path) -> BertForPreTraining:
+    """Our model from an exported folder."""
+    settings = json.loads((folder / "config.json").read_text())
+    known = {name: settings[name] for name in ModelConfig.__dataclass_fields__}
+    model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"])
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict(from_hf(weights, list(model.state_dict())))
+    return model.eval()
+
+
+# ---------------------------------------------------------------------------------- the gate
+
+
+def check_export(model: BertForPreTraining, folder: Path) -> str:
+    """Read the folder back and compare; returns what was compared.
+
+    Always: keys, logits of a fresh model, special ids. With transformers installed: its own loading, logits, ties,
+    token ids and the polarity of the NSP head.
+    """
+    model = model.eval()
+    batch = probe_batch(len(model.mlm.bias), model.config.max_position_embeddings)
+    with torch.no_grad():
+        wanted = model(batch)
+        found = load_export(folder)(batch)
+    for a, b in zip(wanted, found, strict=True):
+        assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back"
+    vocabulary = read_vocabulary(folder)
+    assert all(vocabulary.pieces[i] == piece for piece, i in SPECIAL_IDS.items())
+    try:
+        import transformers
+    except ImportError:
+        return "weights read back, equal logits (transformers was not installed)"
+    return check_with_transformers(transformers, folder, batch, wanted)
+
+
+def probe_batch(vocab_size: int, max_length: int) -> Batch:
+    """Two sequences of ordinary ids, of different length, every fourth token to be predicted."""
+    lengths = torch.tensor([min(24, max_length), min(17, max_length)])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.arange(5, 5 + int(lengths.sum())) * 7 % (vocab_size - 5) + 5
+    position = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    sequence = torch.repeat_interleave(torch.arange(2), lengths)
+    masked = torch.arange(0, len(ids), 4)
+    return Batch(
+        ids, (position > 8).long(), position, sequence, cu_seqlens, masked, ids[masked],
+        torch.tensor([0, 1]), int(lengths.max()),
+    )  # fmt: skip
+
+
+def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) -> str:
+    peer, report = transformers.BertForPreTraining.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    assert peer.cls.predictions.decoder.weight is peer.bert.embeddings.word_embeddings.weight
+    padded = batch.padded()
+    padded.pop("labels"), padded.pop("next_sentence_label")
+    with torch.no_grad():
+        out = peer.eval()(**padded)
+    mlm = out.prediction_logits[batch.sequence_ids, batch.position_ids][batch.masked_positions]
+    for name, a, b in (("MLM", mlm, wanted[0]), ("NSP", out.seq_relationship_logits, wanted[1])):
+        difference = float((a - b).abs().max() / b.abs().max().clamp(min=1))
+        assert difference < 1e-5, f"{name} logits differ from transformers' by {difference}"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    from tokenizers import Tokenizer
+
+    bare = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in (
+        "The quick brown fox.",
+        "Ünïcödé, naïve!",
+        "中文 ABC",
+        "Don't e-mail: a@b.c \u200d 😀",
+    ):
+        assert tokenizer(text)["input_ids"] == bare.encode(text).ids, text
+    return "transformers loads every key, equal logits, tied decoder, equal token ids"
+
+
+# ---------------------------------------------------------------------------------- by itself
+
+
+def model_card(config: Config, state: dict, parameters: int) -> str:
+    """README.md of the exported folder: what it is, from what, how it is loaded."""
+    metrics = "\n".join(f"- {name}: {value:.4f}" for name, value in state["evaluation"].items())
+    data = config.data
+    return f"""---
+library_name: transformers
+pipeline_tag: fill-mask
+tags: [bert]
+---
+# BERT, pretrained from scratch with bert-pretrain
+
+{parameters:,} parameters, {state["step"]:,} steps of {config.train.global_batch_size} sequences of at most {data.max_seq_length} tokens; \
+objective: masked words ({data.masking}, {data.masked_lm_prob:.0%}) and {data.objective}.
+
+```python
+from transformers import AutoModel, AutoTokenizer, pipeline
+tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModel.from_pretrained(".")
+pipeline("fill-mask", model=".")("A sentence with a [MASK].")
+```
+
+A class for another task (`BertForSequenceClassification`, ...) starts with a new head and says so; that is as it should be.
+In `BertForNextSentencePrediction`, label 0 says that B follows A, 1 that it is random.
+
+On held-out documents:
+
+{metrics or "- not evaluated"}
+
+Vocabulary sha256 {state["contract"]["vocab_sha256"]}, token store sha256 {state["contract"]["data_sha256"]}.
+"""
+
+
+def export_checkpoint(checkpoint: Path, config: Config, vocab_dir: Path, out_dir: Path) -> None:
+    """Export a checkpoint of the run that `config` tells."""
+    vocabulary = read_vocabulary(vocab_dir)
+    state = read_state(checkpoint)
+    check(
+        state["contract"]["vocab_sha256"] == vocabulary.sha256,
+        f"{checkpoint} was trained with another vocabulary than {vocab_dir} holds",
+    )
+    model = BertForPreTraining(config.model, len(vocabulary))
+    load_model(checkpoint, model)
+    card = model_card(config, state, sum(p.numel() for p in model.parameters()))
+    export(model, vocab_dir, out_dir, config.vocab.lowercase, card)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pretrain.export", description=__doc__)
+    parser.add_argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=Path)
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
+    args = parser.parse_args()
+    checkpoint = args.source
+    if (args.source / "checkpoints").is_dir():
+        checkpoint = newest_checkpoint(args.source / "checkpoints")
+        check(checkpoint is not None, f"{args.source} has no sound checkpoint yet")
+    elif fault := find_fault(checkpoint):
+        raise UserError(f"{checkpoint} is neither a run folder nor a sound checkpoint: {fault}")
+    config_path = checkpoint.parent.parent / "config.yaml"
+    check(config_path.exists(), f"no {config_path}; keep a checkpoint in its run folder")
+    config = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(config_path))
+    )
+    export_checkpoint(checkpoint, config, Path(config.data_dir) / "vocab", args.out_dir)
+    print(f"exported {checkpoint} to {args.out_dir}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,52 @@
+"""loss -> **optimizer**: which parameters decay, and the learning rate as a function of the step."""
+
+import torch
+from torch import nn
+
+from pretrain.config import TrainConfig
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """The learning rate of update `step` (0 is the first): linear warm-up, then linear to 0 at `max_steps`.
+
+    A function of the step alone: a scheduler that Accelerate prepares steps once for every process.
+    """
+    warmup = train.warmup_steps
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    return train.learning_rate * (train.max_steps - step) / (train.max_steps - warmup)
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:
+    """The optimizers of all parameters that train: AdamW, with Muon before it if the encoder's matrices have it.
+
+    Biases and norms do not decay (BERT's rule); they are the parameters of one dimension.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizers = []
+    if train.optimizer == "muon":
+        matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+        taken = set(map(id, matrices))
+        parameters = [p for p in parameters if id(p) not in taken]
+        optimizers.append(
+            torch.optim.Muon(
+                matrices,
+                lr=train.learning_rate,
+                weight_decay=train.weight_decay,
+                adjust_lr_fn="match_rms_adamw",  # one learning rate for both optimizers
+            )
+        )
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizers.append(
+        torch.optim.AdamW(
+            groups,
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_epsilon,
+            fused=True,
+        )
+    )
+    return optimizers

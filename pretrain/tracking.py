@@ -1,0 +1,102 @@
+"""Once in a while: the record of a run. `metrics.jsonl` is the truth, wandb and the curves are drawn from it."""
+
+import json
+from pathlib import Path
+
+
+class Tracker:
+    """Appends metrics to `run_dir/metrics.jsonl`, and reports them to wandb when a project is given.
+
+    What an earlier run wrote after `step`, where this one goes on, is taken back. Trouble with wandb is a warning.
+    """
+
+    def __init__(self, run_dir: Path, step: int, project: str | None, config: dict):
+        self.path = run_dir / "metrics.jsonl"
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(self.path)
+        self.file = open(self.path, "a")
+        self.wandb = None
+        if project:
+            self.try_wandb(lambda: self.start_wandb(run_dir, project, config))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.file.write(json.dumps({"step": step} | metrics) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.try_wandb(lambda: self.wandb.log(metrics, step=step))
+
+    def close(self) -> None:
+        self.file.close()
+        if self.wandb:
+            self.try_wandb(self.wandb.finish)
+
+    def start_wandb(self, run_dir: Path, project: str, config: dict) -> None:
+        import wandb
+
+        name = run_dir / "wandb_id.txt"  # a run that goes on is the same run there
+        if not name.exists():
+            name.write_text(wandb.util.generate_id())
+        self.wandb = wandb.init(
+            project=project,
+            id=name.read_text(),
+            name=run_dir.name,
+            dir=run_dir,
+            config=config,
+            resume="allow",
+            settings=wandb.Settings(init_timeout=60),
+        )
+
+    def try_wandb(self, action) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever it is: tracking never stops a run
+            self.wandb = None
+            print(f"warning: wandb is off for this run, metrics.jsonl goes on: {error}")
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a `metrics.jsonl`; a last line that a killed run did not finish is left out."""
+    lines = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+    return lines
+
+
+def draw_curves(run_dir: Path) -> Path | None:
+    """Draw `curves.png`: losses beside their baselines, accuracies; None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    figure, (loss, accuracy) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axes, name, style, label in (
+        (loss, "train/mlm_loss", "C0-", "MLM, training"),
+        (loss, "eval/mlm_loss", "C1o-", "MLM, held out"),
+        (loss, "eval/unigram_entropy", "k--", "unigram entropy, held out"),
+        (accuracy, "eval/mlm_accuracy", "C1o-", "MLM, held out"),
+        (accuracy, "train/nsp_accuracy", "C2-", "NSP, training"),
+        (accuracy, "eval/nsp_accuracy", "C3o-", "NSP, held out"),
+        (accuracy, "eval/nsp_majority", "k--", "NSP majority, held out"),
+    ):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
+    loss.set(xlabel="step", ylabel="loss, nats")
+    accuracy.set(xlabel="step", ylabel="accuracy", ylim=(0, 1))
+    for axes in (loss, accuracy):
+        if axes.has_data():
+            axes.legend()
+    path = run_dir / "curves.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
