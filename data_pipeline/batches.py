@@ -1,8 +1,9 @@
 """masks -> **batches** -> model: (seed, step, rank) -> tensors.
 
-Example i of epoch e is a pure function of (seed, e, i), and step k of a run a fixed list of examples. So neither
-workers, ranks nor restarts can change the data, there is no loader state to save, and a run goes on by asking for step k.
-Sequences lie end to end in a batch, nothing is padded.
+Example i of epoch e is a pure function of (seed, e, i), and step k of a run a fixed list of
+examples. So neither workers, ranks nor restarts can change the data, there is no loader state to
+save, and a run goes on by asking for step k. Sequences lie end to end in a batch, nothing is
+padded.
 """
 
 import queue
@@ -47,7 +48,8 @@ class Batch:
         )
 
     def padded(self, pad_id: int = 0) -> dict[str, torch.Tensor]:
-        """The batch as transformers wants it: (B, S) ids, types, attention_mask and labels (-100: none)."""
+        """The batch as transformers wants it: (B, S) ids, types, attention_mask and labels (-100:
+        none)."""
         shape = (len(self.next_sentence_label), self.max_length)
         where = (self.sequence_ids, self.position_ids)
         labels = torch.full_like(self.input_ids, -100)
@@ -100,7 +102,8 @@ class BatchSource:
         return self.epoch_sizes[epoch]
 
     def examples(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Examples [start, start + count) of the endless run: (pairs, random stream of each uint64)."""
+        """Examples [start, start + count) of the endless run: (pairs, random stream of each
+        uint64)."""
         epoch = 0
         while start >= self.epoch_size(epoch):
             start -= self.epoch_size(epoch)
@@ -121,7 +124,8 @@ class BatchSource:
     def step(
         self, step: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
-        """What one rank trains on in one step: its micro-batches, neighbours in the global batch."""
+        """What one rank trains on in one step: its micro-batches, neighbours in the global
+        batch."""
         micro_batches = global_batch_size // micro_batch_size // world_size
         first = step * global_batch_size + rank * micro_batches * micro_batch_size
         return [
@@ -132,7 +136,8 @@ class BatchSource:
 def build_batch(
     store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
 ) -> Batch:
-    """[CLS] A [SEP] B [SEP] of each pair, end to end, with masks drawn from the stream of each (uint64)."""
+    """[CLS] A [SEP] B [SEP] of each pair, end to end, with masks drawn from the stream of each
+    (uint64)."""
     vocabulary = store.vocabulary
     n = len(pairs)
     a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
@@ -194,7 +199,8 @@ def build_batch(
 
 
 def prefetch(source: Iterator, depth: int = 4) -> Iterator:
-    """The items of `source`, made ahead by a thread; its error is raised where the item would have been."""
+    """The items of `source`, made ahead by a thread; its error is raised where the item would have
+    been."""
     ready: queue.Queue = queue.Queue(depth)
     stopped = threading.Event()
 

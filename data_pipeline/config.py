@@ -1,7 +1,7 @@
 """The sections of a config that make the data, and how any config is read and checked.
 
-One YAML file tells a whole run. Preparation reads the sections of this file and leaves the model's to
-`pretrain.config`, which adds them to the same dataclass.
+One YAML file tells a whole run. Preparation reads the sections of this file and leaves the model's
+to `pretrain.config`, which adds them to the same dataclass.
 """
 
 import difflib
@@ -41,7 +41,8 @@ class CorpusConfig:
     dataset: DatasetConfig | None = None
     """Anything that `datasets.load_dataset` reads, streamed."""
     layout: str = "auto"
-    """What a document is: `blank_line` between documents, one a `line`, one a `file`, `jsonl`; `auto` looks."""
+    """What a document is: `blank_line` between documents, one a `line`, one a `file`, `jsonl`;
+    `auto` looks."""
     text_field: str = "text"
     """Field of a JSON line that holds the document."""
     encoding: str = "utf-8"
@@ -186,7 +187,8 @@ def own(overrides: list[str], others: tuple[str, ...]) -> list[str]:
 
 
 def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -> None:
-    """Raise `UserError` at the first key of `given` that `schema` lacks, with the nearest it has."""
+    """Raise `UserError` at the first key of `given` that `schema` lacks, with the nearest it
+    has."""
     known = {item.name: item.type for item in fields(schema)}
     for name in given:
         if name not in known:

@@ -1,7 +1,8 @@
 """**corpus** -> sentences: where the text comes from, and text made sound, once.
 
-A corpus is listed as pieces (a byte range of a file, a whole compressed file, a share of a dataset); reading
-a piece gives its documents, one `str` each. A piece is all that a worker needs to know.
+A corpus is listed as pieces (a byte range of a file, a whole compressed file, a share of a
+dataset); reading a piece gives its documents, one `str` each. A piece is all that a worker needs to
+know.
 """
 
 import bz2
@@ -30,7 +31,8 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the corpus that is read alone: bytes [start, end) of a file, or share `start` of `end`."""
+    """A part of the corpus that is read alone: bytes [start, end) of a file, or share `start` of
+    `end`."""
 
     path: str
     layout: str  # blank_line, line, file, jsonl, dataset, python-docs
@@ -100,7 +102,8 @@ def is_jsonl(path: str) -> bool:
 
 
 def detect_layout(paths: list[str], corpus: CorpusConfig) -> str:
-    """`blank_line` if the first MB of any file has a blank line; else `file` for many, `line` for one."""
+    """`blank_line` if the first MB of any file has a blank line; else `file` for many, `line` for
+    one."""
     for path in paths:
         with open_bytes(path) as file:
             head = read(file, BLOCK_BYTES, path).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -110,7 +113,8 @@ def detect_layout(paths: list[str], corpus: CorpusConfig) -> str:
 
 
 def byte_ranges(path: str, layout: str, size: int) -> list[tuple[int, int | None]]:
-    """Ranges of about `PIECE_BYTES` that end between documents; one for a file that cannot be cut."""
+    """Ranges of about `PIECE_BYTES` that end between documents; one for a file that cannot be
+    cut."""
     if os.path.splitext(path)[1] in (*OPENERS, ".zst") or layout == "file" or size <= PIECE_BYTES:
         return [(0, None)]
     boundary = BLANK_LINE if layout == "blank_line" and not is_jsonl(path) else re.compile(rb"\n")
@@ -162,7 +166,8 @@ def read_documents(piece: Piece, corpus: CorpusConfig, rejects: Rejects) -> Iter
 
 
 def read_text(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
-    """The text of a piece in blocks: decoded, no BOM, line ends alike, control characters to spaces."""
+    """The text of a piece in blocks: decoded, no BOM, line ends alike, control characters to
+    spaces."""
     decoder = codecs.getincrementaldecoder(corpus.encoding)(corpus.errors)
     position, pending = piece.start, ""
     with open_bytes(piece.path) as file:
@@ -176,8 +181,8 @@ def read_text(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 offset = position - (len(error.object) - len(block)) + error.start
                 raise UserError(
-                    f"{piece.path}: byte {offset} is not {corpus.encoding} ({error.reason}); convert "
-                    "the file, set corpus.encoding, or set corpus.errors=replace"
+                    f"{piece.path}: byte {offset} is not {corpus.encoding} ({error.reason}); "
+                    "convert the file, set corpus.encoding, or set corpus.errors=replace"
                 ) from None
             if position == 0:
                 text = text.removeprefix("\ufeff")
@@ -292,6 +297,7 @@ def read_dataset(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
 
 
 def is_held_out(document: bytes, share: float) -> bool:
-    """Whether a document is kept for evaluation: by a hash of its text, whatever the order of files."""
+    """Whether a document is kept for evaluation: by a hash of its text, whatever the order of
+    files."""
     digest = hashlib.blake2b(document, digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

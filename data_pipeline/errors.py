@@ -1,4 +1,5 @@
-"""What the user can put right ends in one line and exit code 2; every entry point goes through here."""
+"""What the user can put right ends in one line and exit code 2; every entry point goes through
+here."""
 
 import errno
 import sys
@@ -10,7 +11,8 @@ class UserError(Exception):
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run an entry point; a `UserError` or a full disk ends in one line on stderr and exit code 2."""
+    """Run an entry point; a `UserError` or a full disk ends in one line on stderr and exit code
+    2."""
     try:
         main()
     except UserError as error:

@@ -1,7 +1,8 @@
-"""The project's random numbers: a hash of integers, so that any draw can be made alone, in any order.
+"""The project's random numbers: a hash of integers, so that any draw can be made alone, in any
+order.
 
-splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) of (key, counter).
-A numpy generator object for every example would cost more than building the example.
+splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) of (key,
+counter). A numpy generator object for every example would cost more than building the example.
 """
 
 import numpy as np

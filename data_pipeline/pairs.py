@@ -1,9 +1,11 @@
-"""token store -> **pairs** -> masks: one epoch of sentence pairs as spans into the store, drawn afresh each time.
+"""token store -> **pairs** -> masks: one epoch of sentence pairs as spans into the store, drawn
+afresh each time.
 
-What BERT's next-sentence rule means to give, and the published samplers do not: exactly half of the pairs are
-random, a random B never comes from A's document, every token is in one pair, and neither label can be told from
-the lengths. So nothing is drawn that could be drawn twice: documents are cut into chunks, chunks into A and B, and
-for half of the chunks the B's are *exchanged* among chunks of other documents whose B's are about as long.
+What BERT's next-sentence rule means to give, and the published samplers do not: exactly half of the
+pairs are random, a random B never comes from A's document, every token is in one pair, and neither
+label can be told from the lengths. So nothing is drawn that could be drawn twice: documents are cut
+into chunks, chunks into A and B, and for half of the chunks the B's are *exchanged* among chunks of
+other documents whose B's are about as long.
 
 Label 0: B follows A (IsNext); 1: it does not, as in BERT and in transformers.
 """
@@ -25,7 +27,8 @@ BUCKET = 32  # chunks with B's of about equal length, half of which exchange the
 
 @dataclass
 class Segments:
-    """What chunks are made of: the sentences of a store, those too long for a sequence cut at words.
+    """What chunks are made of: the sentences of a store, those too long for a sequence cut at
+    words.
 
     `offsets` int64 (segments + 1,) in tokens; `document` int64 (segments,) of each.
     """
@@ -63,11 +66,13 @@ def draw_pairs(
     seed: int,
     epoch: int,
 ) -> np.ndarray:
-    """The pairs of one epoch in the order of training, as a `PAIR` array; a pure function of its arguments.
+    """The pairs of one epoch in the order of training, as a `PAIR` array; a pure function of its
+    arguments.
 
-    Spans are in tokens of the store; `b_start == b_end` for `objective` "none". Left out are only texts of
-    one word (which have no second half) and what an exchanged B is too long by, at the end of B, at a word.
-    Raises `UserError` if the documents cannot give a random B (see `check_documents`).
+    Spans are in tokens of the store; `b_start == b_end` for `objective` "none". Left out are only
+    texts of one word (which have no second half) and what an exchanged B is too long by, at the end
+    of B, at a word. Raises `UserError` if the documents cannot give a random B (see
+    `check_documents`).
     """
     max_tokens = max_seq_length - SPECIALS[objective]
     starts = chunk_starts(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
@@ -102,11 +107,13 @@ def draw_pairs(
 def chunk_starts(
     segments: Segments, max_tokens: int, short_seq_prob: float, stream: np.uint64
 ) -> np.ndarray:
-    """The first segment of each chunk, int64: as many segments of one document as fit, from its start on.
+    """The first segment of each chunk, int64: as many segments of one document as fit, from its
+    start on.
 
-    A share `short_seq_prob` of the chunks, and the first of each document, aim at a random shorter length, so that
-    boundaries differ between epochs. Where a chunk starts depends on the chunk before; which segments are
-    starts is found for all documents at once by following the jumps in powers of two.
+    A share `short_seq_prob` of the chunks, and the first of each document, aim at a random shorter
+    length, so that boundaries differ between epochs. Where a chunk starts depends on the chunk
+    before; which segments are starts is found for all documents at once by following the jumps in
+    powers of two.
     """
     offsets, document = segments.offsets, segments.document
     n = len(document)
@@ -134,7 +141,8 @@ def chunk_starts(
 def borrow(
     offsets: np.ndarray, document: np.ndarray, starts: np.ndarray, max_tokens: int
 ) -> np.ndarray:
-    """`starts` with a segment moved to each chunk that has only one, from the chunk before if it has three."""
+    """`starts` with a segment moved to each chunk that has only one, from the chunk before if it
+    has three."""
     size = np.diff(starts, append=len(document))
     before = np.append(0, size[:-1])
     same = np.append(False, document[starts[1:]] == document[starts[:-1]])
@@ -148,7 +156,8 @@ def split_chunks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token where B starts in each chunk, whether that is inside a sentence).
 
-    Between two segments where there are two; else at a word. A chunk of one word cannot be split: its own start.
+    Between two segments where there are two; else at a word. A chunk of one word cannot be split:
+    its own start.
     """
     size = np.diff(starts, append=len(segments.document))
     draw = draws(stream, starts)
@@ -164,7 +173,8 @@ def split_chunks(
 def word_near(
     store: TokenStore, start: np.ndarray, end: np.ndarray, draw: np.ndarray
 ) -> np.ndarray:
-    """A word start in each (start, end): the first at or after a random place, else the last before it."""
+    """A word start in each (start, end): the first at or after a random place, else the last before
+    it."""
     place = start + 1 + below(draw, np.maximum(end - start - 1, 1))
     for step in (1, -1):
         open_ = np.flatnonzero((place > start) & (place < end))
@@ -179,11 +189,12 @@ def word_near(
 def exchange(
     document: np.ndarray, length: np.ndarray, inside: np.ndarray, stream: np.uint64
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(givers, takers): chunk `takers[i]` gets the B of `givers[i]`; half of all chunks, none from its document.
+    """(givers, takers): chunk `takers[i]` gets the B of `givers[i]`; half of all chunks, none from
+    its document.
 
-    Chunks are sorted by the length of B (those that start inside a sentence apart) and dealt into buckets. In
-    each, half of the chunks take part, a document with at most half of the places; sorted by document and turned
-    by half, no B meets its own document.
+    Chunks are sorted by the length of B (those that start inside a sentence apart) and dealt into
+    buckets. In each, half of the chunks take part, a document with at most half of the places;
+    sorted by document and turned by half, no B meets its own document.
     """
     n = len(document)
     check_documents(document)
@@ -222,14 +233,16 @@ def run_starts(*columns: np.ndarray) -> np.ndarray:
 
 
 def check_documents(document: np.ndarray) -> None:
-    """Raise `UserError` if one document has so many chunks that the others cannot give half of all B's."""
+    """Raise `UserError` if one document has so many chunks that the others cannot give half of all
+    B's."""
     n = len(document)
     largest = int(np.bincount(document).max()) if n else 0
     if n < 4 or n - largest < (n // 2) - (n // 2) // 2:
         raise UserError(
-            f"next-sentence prediction needs random B's from other documents: {n:,} pairs can be cut from the "
-            f"corpus, {largest:,} of them from one document (at most 75 % may be). Divide the documents "
-            "otherwise (corpus.layout), add text, or set data.objective=sop or none"
+            f"next-sentence prediction needs random B's from other documents: {n:,} pairs can be "
+            f"cut from the corpus, {largest:,} of them from one document (at most 75 % may be). "
+            "Divide the documents otherwise (corpus.layout), add text, or set data.objective=sop "
+            "or none"
         )
 
 

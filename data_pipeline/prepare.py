@@ -1,8 +1,9 @@
 """corpus -> vocabulary -> store, in parallel: **prepare** is the order of those steps.
 
-Each step is a function piece -> folder, written beside and renamed, so a command that was stopped goes on where it
-was and the result does not depend on the number of workers. The text is read once: scanning numbers the words,
-and encoding looks those numbers up in the vocabulary that the counts of the words gave.
+Each step is a function piece -> folder, written beside and renamed, so a command that was stopped
+goes on where it was and the result does not depend on the number of workers. The text is read once:
+scanning numbers the words, and encoding looks those numbers up in the vocabulary that the counts of
+the words gave.
 """
 
 import hashlib
@@ -42,8 +43,8 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
     if (store_dir / "manifest.json").exists():
         if read_manifest(store_dir)["key"] != key:
             raise UserError(
-                f"{data_dir} was built from another corpus or with other settings of corpus or vocab; "
-                f"choose another data_dir, or delete {data_dir}"
+                f"{data_dir} was built from another corpus or with other settings of corpus or "
+                f"vocab; choose another data_dir, or delete {data_dir}"
             )
         print(f"store: {store_dir} is there already")
         return
@@ -101,9 +102,10 @@ def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> 
         raise UserError(f"the corpus holds no text ({names}); put corpus right")
     if config.data.objective == "nsp" and documents < 2:
         raise UserError(
-            f"next-sentence prediction needs two documents or more, since a random B comes from another "
-            f"document; the corpus has {documents} to train on (layout {pieces[0].layout}). Set corpus.layout if "
-            "documents are divided otherwise, add text, or set data.objective=sop or none"
+            "next-sentence prediction needs two documents or more, since a random B comes from "
+            f"another document; the corpus has {documents} to train on (layout "
+            f"{pieces[0].layout}). Set corpus.layout if documents are divided otherwise, add "
+            f"text, or set data.objective=sop or none"
         )
 
 
@@ -113,8 +115,8 @@ def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> 
 def scan_piece(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig) -> None:
     """Write the words of a piece, numbered in order of appearance, to folder `out`.
 
-    `words.txt` (word i on line i), `counts.npy` (of training), `stats.json`, and for each split `words.u4`,
-    `sentences.i4` (words in each) and `documents.i4` (sentences in each).
+    `words.txt` (word i on line i), `counts.npy` (of training), `stats.json`, and for each split
+    `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each).
     """
     split, rejects, text_hash = sentence_splitter(corpus.language), Rejects(), hashlib.sha256()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
@@ -137,7 +139,8 @@ def scan_piece(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig
 
 
 class WordWriter:
-    """Sentences of documents -> word numbers on disk, a batch at a time; knows what it has written."""
+    """Sentences of documents -> word numbers on disk, a batch at a time; knows what it has
+    written."""
 
     def __init__(self, folder: Path, splitter: WordSplitter, index: WordIndex):
         folder.mkdir()
@@ -287,7 +290,8 @@ def assemble_store(
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Both names for one file, where the file system can: a killed command finds all shards again."""
+    """Both names for one file, where the file system can: a killed command finds all shards
+    again."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,5 @@
-"""What lets work be stopped at any moment: folders written beside and renamed, workers that end with the command."""
+"""What lets work be stopped at any moment: folders written beside and renamed, workers that end
+with the command."""
 
 import ctypes
 import multiprocessing
@@ -35,7 +36,8 @@ def written_beside(out: Path) -> Iterator[Path]:
 def run_tasks(verb: str, function: Callable, tasks: list[tuple], workers: int) -> None:
     """Call `function(*task)` for each task on `workers` processes, with a progress bar.
 
-    The first error stops the rest; a worker that is killed is an error too. Finished tasks stay done.
+    The first error stops the rest; a worker that is killed is an error too. Finished tasks stay
+    done.
     """
     bar = tqdm(
         total=len(tasks), desc=verb, unit="piece", mininterval=0.5 if sys.stderr.isatty() else 10
@@ -60,8 +62,8 @@ def run_tasks(verb: str, function: Callable, tasks: list[tuple], workers: int) -
                         bar.update()
             except BrokenProcessPool:
                 raise UserError(
-                    f"a worker was killed while {verb} (out of memory?); run the same command again to "
-                    "go on with what is missing, perhaps with --workers 1"
+                    f"a worker was killed while {verb} (out of memory?); run the same command "
+                    "again to go on with what is missing, perhaps with --workers 1"
                 ) from None
             finally:
                 pool.shutdown(cancel_futures=True)

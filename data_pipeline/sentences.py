@@ -18,7 +18,8 @@ def sentence_splitter(language: str) -> Callable[[str], list[str]]:
 def split_sentences(document: str, split: Callable[[str], list[str]]) -> Iterator[str]:
     """The sentences of a document in order; none spans two lines, is blank, or is too long.
 
-    Cutting at white space loses no text; a run of `MAX_CHARACTERS` without any is cut where it stands.
+    Cutting at white space loses no text; a run of `MAX_CHARACTERS` without any is cut where it
+    stands.
     """
     for paragraph in document.split("\n"):
         if not paragraph or paragraph.isspace():

@@ -1,9 +1,9 @@
 """vocabulary + words -> **token store** -> pairs: the corpus as token ids on disk, memory-mapped.
 
 A folder a split (`train`, `held_out`), in it a folder a shard with `tokens.npy` (uint16 or uint32),
-`sentence_offsets.npy` (token where each sentence starts, and the end) and `document_offsets.npy` (sentence where
-each document starts, and the end). Sentences lie one after another, so any segment of a document is a slice.
-No padding, no pairs, no masks: those are drawn afresh every epoch.
+`sentence_offsets.npy` (token where each sentence starts, and the end) and `document_offsets.npy`
+(sentence where each document starts, and the end). Sentences lie one after another, so any segment
+of a document is a slice. No padding, no pairs, no masks: those are drawn afresh every epoch.
 """
 
 import hashlib
@@ -54,16 +54,17 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 class TokenStore:
     """One split of a store: a sequence of tokens, cut in sentences, cut in documents.
 
-    `sentence_offsets` int64 (sentences + 1,) in tokens, `document_offsets` int64 (documents + 1,) in sentences,
-    both over all shards together; `vocabulary` gives the words.
+    `sentence_offsets` int64 (sentences + 1,) in tokens, `document_offsets` int64 (documents + 1,)
+    in sentences, both over all shards together; `vocabulary` gives the words.
     """
 
     def __init__(self, folder: Path, split: str, vocabulary: Vocabulary):
         self.manifest = read_manifest(folder)
         if self.manifest["vocab_sha256"] != vocabulary.sha256:
             raise UserError(
-                f"{folder} was built with another vocabulary ({self.manifest['vocab_sha256'][:12]}, not "
-                f"{vocabulary.sha256[:12]}); build it again: delete {folder} and run python -m data_pipeline"
+                f"{folder} was built with another vocabulary (sha256 "
+                f"{self.manifest['vocab_sha256'][:12]}, not {vocabulary.sha256[:12]}); build it "
+                f"again: delete {folder} and run python -m data_pipeline"
             )
         self.vocabulary = vocabulary
         self.tokens: list[np.ndarray] = []
@@ -78,8 +79,9 @@ class TokenStore:
             wanted = (shard["tokens"], shard["sentences"], shard["documents"])
             if found != wanted:
                 raise UserError(
-                    f"{folder / split / shard['name']} has {found} tokens, sentences and documents, its "
-                    f"manifest says {wanted}; delete {folder} and run python -m data_pipeline"
+                    f"{folder / split / shard['name']} has {found} tokens, sentences and "
+                    f"documents, its manifest says {wanted}; delete {folder} and run python -m "
+                    f"data_pipeline"
                 )
             self.tokens.append(tokens)
             sentences.append(sentence[1:] + sentences[-1][-1])
@@ -131,7 +133,8 @@ def load_array(path: Path) -> np.ndarray:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a finished store; raises `UserError` if there is none or it is another format."""
+    """The manifest of a finished store; raises `UserError` if there is none or it is another
+    format."""
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
@@ -145,7 +148,7 @@ def read_manifest(folder: Path) -> dict:
         ) from None
     if manifest.get("format") != FORMAT:
         raise UserError(
-            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; delete {folder} "
-            "and run python -m data_pipeline"
+            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; delete "
+            f"{folder} and run python -m data_pipeline"
         )
     return manifest

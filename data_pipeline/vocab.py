@@ -1,8 +1,9 @@
-"""words -> **vocabulary**: WordPiece trained on word counts, and the tokenizer files that everyone loads.
+"""words -> **vocabulary**: WordPiece trained on word counts, and the tokenizer files that everyone
+loads.
 
-"WordPiece" as in all public code: byte-pair merging of characters inside words (Sennrich et al. 2016), with
-`##` before a piece that continues a word. Counting words first bounds the memory; a total order on the
-merges makes the result a function of the counts.
+"WordPiece" as in all public code: byte-pair merging of characters inside words (Sennrich et al.
+2016), with `##` before a piece that continues a word. Counting words first bounds the memory; a
+total order on the merges makes the result a function of the counts.
 """
 
 import heapq
@@ -34,9 +35,9 @@ def build_normalizer(vocab: VocabConfig) -> normalizers.Normalizer:
 def train_wordpiece(counts: Mapping[str, int], vocab: VocabConfig) -> list[str]:
     """The pieces of a vocabulary, by id, from the counts of words; a pure function of both.
 
-    Special tokens first, then continuations and beginnings of one character, each by code point, then merges,
-    the most frequent pair first, ties to the smaller ids; `[unusedN]` up to a multiple of 64.
-    Raises `UserError` if the words do not yield `vocab.size` pieces.
+    Special tokens first, then continuations and beginnings of one character, each by code point,
+    then merges, the most frequent pair first, ties to the smaller ids; `[unusedN]` up to a multiple
+    of 64. Raises `UserError` if the words do not yield `vocab.size` pieces.
     """
     alphabet = choose_alphabet(counts, vocab.character_coverage)
     words = sorted(
@@ -82,7 +83,8 @@ def choose_alphabet(counts: Mapping[str, int], coverage: float) -> set[str]:
 def merge_pairs(
     words: list[list[int]], counts: list[int], pieces: list[str], size: int, min_frequency: int
 ) -> None:
-    """Append to `pieces` the merges of the most frequent neighbours in `words`, until there are `size`.
+    """Append to `pieces` the merges of the most frequent neighbours in `words`, until there are
+    `size`.
 
     `words` are lists of ids into `pieces` and are rewritten as their pieces grow.
     """

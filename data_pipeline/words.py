@@ -1,8 +1,10 @@
-"""sentences -> **words**: BERT's normaliser and pre-tokeniser as a table, so that each word is handled once.
+"""sentences -> **words**: BERT's normaliser and pre-tokeniser as a table, so that each word is
+handled once.
 
-What `tokenizers` does to a character does not depend on its neighbours, and WordPiece does not look past the
-word. So text becomes words by translating characters, the table being asked of `tokenizers` itself, and each
-distinct word gets a number; its pieces are looked up once, when the vocabulary is there.
+What `tokenizers` does to a character does not depend on its neighbours, and WordPiece does not look
+past the word. So text becomes words by translating characters, the table being asked of
+`tokenizers` itself, and each distinct word gets a number; its pieces are looked up once, when the
+vocabulary is there.
 """
 
 from collections.abc import Iterable
@@ -46,7 +48,8 @@ class WordSplitter:
         return [word for word in words if word]
 
     def translate(self, character: str) -> str:
-        """What a character becomes: itself or others, ` x ` for a word of its own, ` ` or nothing."""
+        """What a character becomes: itself or others, ` x ` for a word of its own, ` ` or
+        nothing."""
         out = []
         for c in self.normalizer.normalize_str(character):
             if not self.pre_tokenizer.pre_tokenize_str(c):
@@ -69,7 +72,8 @@ class WordIndex(dict):
 def number_words(
     sentences: Iterable[str], split: WordSplitter, index: WordIndex
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(word numbers uint32 of the sentences laid end to end, number of words of each sentence int32).
+    """(word numbers uint32 of the sentences laid end to end, number of words of each sentence
+    int32).
 
     `index[END]` must be 0. A sentence without words (zero-width characters alone) has 0.
     """

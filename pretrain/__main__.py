@@ -1,4 +1,5 @@
-"""`accelerate launch -m pretrain CONFIG [key=value ...]`: train, go on where a run stopped, export at the end."""
+"""`accelerate launch -m pretrain CONFIG [key=value ...]`: train, go on where a run stopped, export
+at the end."""
 
 import argparse
 

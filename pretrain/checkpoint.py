@@ -1,8 +1,9 @@
 """Once in a while: the state of a run on disk, whole or not at all.
 
-`checkpoints/step-00001000/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and, written last, `manifest.json` with
-the sha256 of the others. It is written beside, synced and renamed; what does not match its manifest is set aside as
-`.corrupt` and the checkpoint before it taken. No pickle, no generator state: whatever is drawn is a function of the step.
+`checkpoints/step-00001000/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and,
+written last, `manifest.json` with the sha256 of the others. It is written beside, synced and
+renamed; what does not match its manifest is set aside as `.corrupt` and the checkpoint before it
+taken. No pickle, no generator state: whatever is drawn is a function of the step.
 """
 
 import hashlib
@@ -54,8 +55,8 @@ def save_checkpoint(
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(
-            f"no checkpoint at {final}: {error} ({wanted >> 20:,} MB wanted, {free >> 20:,} MB free); free space "
-            "and run the same command again, the checkpoints before it are kept"
+            f"no checkpoint at {final}: {error} ({wanted >> 20:,} MB wanted, {free >> 20:,} MB "
+            "free); free space and run the same command again, the checkpoints before it are kept"
         ) from None
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
@@ -151,7 +152,8 @@ def load_optimizers(
 
 
 def check_contract(saved: dict, wanted: dict, run_dir: Path) -> None:
-    """Raise `UserError` if what must not change in a run has changed, naming each old and new value."""
+    """Raise `UserError` if what must not change in a run has changed, naming each old and new
+    value."""
     changed = [
         f"{name} was {saved.get(name)!r}, is {wanted.get(name)!r}"
         for name in sorted(saved.keys() | wanted.keys())
@@ -159,6 +161,6 @@ def check_contract(saved: dict, wanted: dict, run_dir: Path) -> None:
     ]
     if changed:
         raise UserError(
-            f"{run_dir} is the run of another config: {'; '.join(changed)}. Choose another run_dir, or "
-            "restore these values to go on"
+            f"{run_dir} is the run of another config: {'; '.join(changed)}. Choose another "
+            "run_dir, or restore these values to go on"
         )

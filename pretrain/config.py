@@ -7,7 +7,8 @@ from data_pipeline.config import DataConfig, check, check_choice
 
 @dataclass
 class ModelConfig:
-    """BertConfig's own names, meanings and defaults; the size of the vocabulary comes with the vocabulary."""
+    """BertConfig's own names, meanings and defaults; the size of the vocabulary comes with the
+    vocabulary."""
 
     hidden_size: int = 768
     """Width D of the encoder."""
@@ -103,13 +104,13 @@ class TrainConfig:
     def validate(self) -> None:
         check_choice("train.optimizer", self.optimizer, ("adamw", "muon"))
         check_choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
-        for name in ("max_steps", "global_batch_size", "micro_batch_size", "log_every", "eval_every",
-                     "eval_examples", "save_every", "keep_checkpoints", "timeout_s"):  # fmt: skip
+        counts = "max_steps global_batch_size micro_batch_size log_every eval_every eval_examples"
+        for name in (counts + " save_every keep_checkpoints timeout_s").split():
             check(getattr(self, name) >= 1, f"train.{name} {getattr(self, name)} is below 1")
         check(self.learning_rate > 0, "train.learning_rate is not above 0")
         check(
             0 <= self.warmup_steps < self.max_steps,
-            f"train.warmup_steps {self.warmup_steps} is not in [0, train.max_steps {self.max_steps})",
+            f"train.warmup_steps {self.warmup_steps} is not below train.max_steps {self.max_steps}",
         )
         check(
             self.global_batch_size % self.micro_batch_size == 0,

@@ -1,4 +1,5 @@
-"""Once in a while: what the model has learned, on held-out documents with pairs and masks that never change."""
+"""Once in a while: what the model has learned, on held-out documents with pairs and masks that
+never change."""
 
 from pathlib import Path
 

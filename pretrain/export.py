@@ -1,7 +1,7 @@
 """The end of the journey: a checkpoint -> a folder that every BERT class of transformers loads.
 
-`python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` does it for any checkpoint, on a CPU. A gate reads the folder back and
-compares it with the model before it says done.
+`python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` does it for any checkpoint, on a CPU. A
+gate reads the folder back and compares it with the model before it says done.
 """
 
 import argparse
@@ -47,7 +47,8 @@ QKV = [f"attention.self.{name}" for name in ("query", "key", "value")]
 
 
 def hf_names(name: str) -> list[str]:
-    """transformers' names for one of our tensors: one, or three for the stacked query, key and value."""
+    """transformers' names for one of our tensors: one, or three for the stacked query, key and
+    value."""
     if not name.startswith("layers."):
         stem, _, kind = name.rpartition(".")
         return [NAMES[name] if name in NAMES else f"{NAMES[stem]}.{kind}"]
@@ -58,7 +59,8 @@ def hf_names(name: str) -> list[str]:
 
 
 def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under transformers' names; the tied decoder is not written, transformers ties it."""
+    """Our weights under transformers' names; the tied decoder is not written, transformers ties
+    it."""
     return {
         hf_name: part.clone()
         for name, tensor in state.items()
@@ -74,9 +76,11 @@ def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
 def export(
     model: BertForPreTraining, vocab_dir: Path, out_dir: Path, lowercase: bool, card: str
 ) -> None:
-    """Write the Hugging Face folder of a model on the CPU to `out_dir`, once the gate has passed it.
+    """Write the Hugging Face folder of a model on the CPU to `out_dir`, once the gate has passed
+    it.
 
-    Raises `AssertionError` if what is read back is not the model: a fault of ours, nothing is left behind.
+    Raises `AssertionError` if what is read back is not the model: a fault of ours, nothing is left
+    behind.
     """
     with written_beside(out_dir) as folder:
         for name in TOKENIZER_FILES:
@@ -119,8 +123,8 @@ def load_export(folder: Path) -> BertForPreTraining:
 def check_export(model: BertForPreTraining, folder: Path) -> str:
     """Read the folder back and compare; returns what was compared.
 
-    Always: keys, logits of a fresh model, special ids. With transformers installed: its own loading, logits, ties,
-    token ids and the polarity of the NSP head.
+    Always: keys, logits of a fresh model, special ids. With transformers installed: its own
+    loading, logits, ties, token ids and the polarity of the NSP head.
     """
     model = model.eval()
     batch = probe_batch(len(model.mlm.bias), model.config.max_position_embeddings)
@@ -192,8 +196,9 @@ tags: [bert]
 ---
 # BERT, pretrained from scratch with bert-pretrain
 
-{parameters:,} parameters, {state["step"]:,} steps of {config.train.global_batch_size} sequences of at most {data.max_seq_length} tokens; \
-objective: masked words ({data.masking}, {data.masked_lm_prob:.0%}) and {data.objective}.
+{parameters:,} parameters, {state["step"]:,} steps of {config.train.global_batch_size} sequences
+of at most {data.max_seq_length} tokens. Objective: masked words ({data.masking},
+{data.masked_lm_prob:.0%}) and sentence pairs ({data.objective}).
 
 ```python
 from transformers import AutoModel, AutoTokenizer, pipeline
@@ -201,14 +206,16 @@ tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModel.from_pretrained
 pipeline("fill-mask", model=".")("A sentence with a [MASK].")
 ```
 
-A class for another task (`BertForSequenceClassification`, ...) starts with a new head and says so; that is as it should be.
+A class for another task (`BertForSequenceClassification`, ...) starts with a new head and says so;
+that is as it should be.
 In `BertForNextSentencePrediction`, label 0 says that B follows A, 1 that it is random.
 
 On held-out documents:
 
 {metrics or "- not evaluated"}
 
-Vocabulary sha256 {state["contract"]["vocab_sha256"]}, token store sha256 {state["contract"]["data_sha256"]}.
+- vocabulary sha256 {state["contract"]["vocab_sha256"]}
+- token store sha256 {state["contract"]["data_sha256"]}
 """
 
 

@@ -38,7 +38,8 @@ def to_metrics(sums: Tensor, prefix: str, objective: str) -> dict[str, float]:
 
 
 class Clock:
-    """Tokens and sequences a second of all processes, and the share of time spent waiting for data."""
+    """Tokens and sequences a second of all processes, and the share of time spent waiting for
+    data."""
 
     def __init__(self, world_size: int):
         self.world_size = world_size

@@ -1,9 +1,12 @@
-"""batch -> **model** -> loss: BERT with its two pretraining heads (Devlin et al. 2018), plain torch.
+"""batch -> **model** -> loss: BERT with its two pretraining heads (Devlin et al. 2018), plain
+torch.
 
-Sequences lie end to end, so no linear layer computes on padding, and the MLM head sees masked positions only. With
-the same weights it is transformers' `BertForPreTraining` (see `export.py` for the names).
+Sequences lie end to end, so no linear layer computes on padding, and the MLM head sees masked
+positions only. With the same weights it is transformers' `BertForPreTraining` (see `export.py` for
+the names).
 
-Shapes: B sequences, S tokens of the longest, T tokens in all, M masked positions, D hidden, H heads, V vocabulary.
+Shapes: B sequences, S tokens of the longest, T tokens in all, M masked positions, D hidden, H
+heads, V vocabulary.
 """
 
 import torch
@@ -55,7 +58,8 @@ class Attention(nn.Module):
 
 
 class Padding:
-    """The way from tokens laid end to end (T, ...) to rows (B, S, ...) and back, for attention alone."""
+    """The way from tokens laid end to end (T, ...) to rows (B, S, ...) and back, for attention
+    alone."""
 
     def __init__(self, batch: Batch):
         self.shape = (len(batch.cu_seqlens) - 1, batch.max_length)

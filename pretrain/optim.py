@@ -1,4 +1,5 @@
-"""loss -> **optimizer**: which parameters decay, and the learning rate as a function of the step."""
+"""loss -> **optimizer**: which parameters decay, and the learning rate as a function of the
+step."""
 
 import torch
 from torch import nn
@@ -7,7 +8,8 @@ from pretrain.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The learning rate of update `step` (0 is the first): linear warm-up, then linear to 0 at `max_steps`.
+    """The learning rate of update `step` (0 is the first): linear warm-up, then linear to 0 at
+    `max_steps`.
 
     A function of the step alone: a scheduler that Accelerate prepares steps once for every process.
     """
@@ -17,8 +19,9 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     return train.learning_rate * (train.max_steps - step) / (train.max_steps - warmup)
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers of all parameters that train: AdamW, with Muon before it if the encoder's matrices have it.
+def build_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:
+    """The optimizers of all parameters that train: AdamW, with Muon before it if the encoder's
+    matrices have it.
 
     Biases and norms do not decay (BERT's rule); they are the parameters of one dimension.
     """

@@ -1,13 +1,16 @@
-"""Once in a while: the record of a run. `metrics.jsonl` is the truth, wandb and the curves are drawn from it."""
+"""Once in a while: the record of a run. `metrics.jsonl` is the truth, wandb and the curves are
+drawn from it."""
 
 import json
 from pathlib import Path
 
 
 class Tracker:
-    """Appends metrics to `run_dir/metrics.jsonl`, and reports them to wandb when a project is given.
+    """Appends metrics to `run_dir/metrics.jsonl`, and reports them to wandb when a project is
+    given.
 
-    What an earlier run wrote after `step`, where this one goes on, is taken back. Trouble with wandb is a warning.
+    What an earlier run wrote after `step`, where this one goes on, is taken back. Trouble with
+    wandb is a warning.
     """
 
     def __init__(self, run_dir: Path, step: int, project: str | None, config: dict):

@@ -1,0 +1,175 @@
+"""What happens before the first step: processes, the folder of the run, and the checkpoint to go on
+from."""
+
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
+
+from data_pipeline.batches import BatchSource
+from data_pipeline.errors import UserError
+from data_pipeline.processes import die_with_parent
+from data_pipeline.token_store import TokenStore, Vocabulary
+from pretrain.checkpoint import check_contract, newest_checkpoint, read_state
+from pretrain.config import Config, TrainConfig
+from pretrain.evaluate import HeldOut
+from pretrain.metrics import TALLY
+from pretrain.model import BertForPreTraining
+
+
+def build_accelerator(settings: TrainConfig) -> Accelerator:
+    """Devices and processes; raises `UserError` if fewer processes run than the launcher was asked
+    for."""
+    launched = "WORLD_SIZE" in os.environ
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and not launched:
+        raise UserError(
+            "accelerate launch was asked for several processes and started one, as it does with "
+            "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "
+            "CONFIG, or torchrun"
+        )
+    if launched:
+        die_with_parent(os.getppid())
+    cuda = torch.cuda.is_available()
+    precision = settings.precision
+    if precision == "auto":
+        fast = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if fast else "fp32"
+    accelerator = Accelerator(
+        cpu=not cuda,
+        mixed_precision={"fp32": "no"}.get(precision, precision),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=settings.timeout_s)),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        ],
+    )
+    world_size = accelerator.num_processes
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if asked != world_size:
+        raise UserError(f"the launcher was asked for {asked} processes, {world_size} run")
+    share = settings.micro_batch_size * world_size
+    if settings.global_batch_size % share:
+        nearest = max(1, round(settings.global_batch_size / share)) * share
+        raise UserError(
+            f"train.global_batch_size {settings.global_batch_size} is not a multiple of "
+            f"train.micro_batch_size {settings.micro_batch_size} x {world_size} processes = "
+            f"{share}; try {nearest}"
+        )
+    return accelerator
+
+
+def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
+    """What must stay the same from the first step of a run to its last, flat."""
+    free = (
+        "log_every",
+        "eval_every",
+        "eval_examples",
+        "save_every",
+        "keep_checkpoints",
+        "timeout_s",
+    )
+    sections = {
+        "data": asdict(config.data),
+        "model": asdict(config.model),
+        "train": asdict(config.train),
+    }
+    contract = {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+        if name not in free
+    }
+    contract["train.precision"] = accelerator.mixed_precision
+    return contract | {
+        "seed": config.seed,
+        "vocab_sha256": store.vocabulary.sha256,
+        "data_sha256": store.manifest["sha256"],
+    }
+
+
+def lock_run(run_dir: Path, accelerator: Accelerator):
+    """The open lock file of a run: two jobs in one folder would write over each other."""
+    if not accelerator.is_main_process:
+        return open(os.devnull)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = open(run_dir / "lock", "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise UserError(
+            f"{run_dir} is in use by {lock.read().strip() or 'another process'}; stop it or choose "
+            "another run_dir"
+        ) from None
+    lock.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+    return lock
+
+
+def find_state(run_dir: Path, contract: dict, accelerator: Accelerator) -> tuple[Path | None, dict]:
+    """(checkpoint to go on from or None, state of the run), the same for all ranks.
+
+    Raises `UserError` if the run is of another config.
+    """
+    found = [newest_checkpoint(run_dir / "checkpoints") if accelerator.is_main_process else None]
+    broadcast_object_list(found)
+    if found[0] is None:
+        state = {"step": 0, "window": [0.0] * TALLY, "evaluation": {}, "epoch_sizes": []}
+    else:
+        state = read_state(found[0])
+        check_contract(state["contract"], contract, run_dir)
+    return found[0], state | {"contract": contract}
+
+
+def build_held_out(
+    config: Config, vocabulary: Vocabulary, accelerator: Accelerator
+) -> HeldOut | None:
+    """The held-out pairs; None, with a warning, if there are too few documents for any."""
+    store_dir, settings = Path(config.data_dir) / "store", config.train
+    try:
+        return HeldOut(
+            store_dir,
+            vocabulary,
+            config.data,
+            settings.eval_examples,
+            settings.micro_batch_size,
+            accelerator,
+        )
+    except UserError as error:
+        accelerator.print(f"warning: no evaluation on held-out documents: {error}")
+        return None
+
+
+def describe(
+    config: Config,
+    model: BertForPreTraining,
+    source: BatchSource,
+    start: int,
+    accelerator: Accelerator,
+) -> None:
+    """Print the run at its start: config, size, and one pair as the model sees it."""
+    print(json.dumps(asdict(config)))
+    train, pieces = config.train, source.store.vocabulary.pieces
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters; {accelerator.num_processes} x "
+        f"{accelerator.device.type}, {accelerator.mixed_precision.replace('no', 'fp32')}; "
+        f"{train.global_batch_size} sequences a step, "
+        f"{source.epoch_size(0):,} pairs an epoch, from step {start:,} to {train.max_steps:,}"
+    )
+    batch = source.batch(start * train.global_batch_size, 1)
+    labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
+    words = (
+        pieces[token] + (f"({pieces[labels[i]]})" if i in labels else "")
+        for i, token in enumerate(batch.input_ids.tolist())
+    )
+    print(("IsNext: ", "random: ")[int(batch.next_sentence_label)] + " ".join(words))

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# From raw text to a filled [MASK]: bash scripts/quickstart.sh [FILE...]
+# Without FILEs it trains on the prose of the installed Python packages; with FILEs, on those.
+set -euo pipefail
+files=()
+for file in "$@"; do files+=("$(realpath -- "$file")"); done
+EXTRAS=report
+source "$(dirname "$0")/setup.sh"
+
+overrides=()
+if [ ${#files[@]} -gt 0 ]; then
+    name=quickstart-$(printf '%s\n' "${files[@]}" | cksum | cut -d' ' -f1)
+    list=$(printf '"%s",' "${files[@]}")
+    overrides=(corpus.source=null "corpus.files=[${list%,}]" "data_dir=data/$name" "run_dir=runs/$name")
+fi
+run_dir=runs/${name:-quickstart}
+
+python -m data_pipeline configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
+python -m pretrain configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
+python scripts/fill_mask.py "$run_dir/export"
+echo "A Hugging Face folder is in $run_dir/export; the losses are in $run_dir/metrics.jsonl"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Lint and every test, from nothing: bash scripts/test.sh [pytest arguments]
+set -euo pipefail
+EXTRAS=dev
+source "$(dirname "$0")/setup.sh"
+ruff check .
+ruff format --check .
+python -m pytest "$@"

@@ -1,0 +1,55 @@
+"""A small real corpus, prepared once: the reference topics that every Python carries, as prose."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.config import DataConfig, load_config
+from data_pipeline.prepare import prepare
+from data_pipeline.python_docs import TOPICS, read_module
+from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+
+torch.set_num_threads(1)
+
+CONFIG = """
+run_dir: {root}/run
+data_dir: {root}/data
+corpus: {{files: "{root}/topics.txt", held_out: 0.1}}
+vocab: {{size: 1024}}
+data: {{max_seq_length: 64}}
+model: {{num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2,
+        hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}}
+train: {{max_steps: 12, global_batch_size: 16, micro_batch_size: 16, learning_rate: 1.0e-3,
+        warmup_steps: 2, log_every: 2, eval_every: 6, save_every: 4, eval_examples: 64}}
+"""
+
+
+def write_corpus(path: Path) -> list[str]:
+    """Write the topics with blank lines between them; returns the documents."""
+    documents = ["\n".join(paragraphs) for paragraphs in read_module(TOPICS)]
+    documents = [document for document in documents if len(document) > 200]
+    path.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+    return documents
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `topics.txt`, `config.yaml` and the prepared `data/`; not to be written to."""
+    root = tmp_path_factory.mktemp("prepared")
+    write_corpus(root / "topics.txt")
+    (root / "config.yaml").write_text(CONFIG.format(root=root))
+    others = ("model", "train", "tracking")
+    prepare(load_config(DataConfig, str(root / "config.yaml"), others=others), workers=1)
+    return root
+
+
+@pytest.fixture(scope="session")
+def vocabulary(prepared: Path) -> Vocabulary:
+    return read_vocabulary(prepared / "data/vocab")
+
+
+@pytest.fixture(scope="session")
+def store(prepared: Path, vocabulary: Vocabulary) -> TokenStore:
+    """The training split of the prepared corpus."""
+    return TokenStore(prepared / "data/store", "train", vocabulary)
