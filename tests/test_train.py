@@ -1,0 +1,359 @@
+"""The loop: one gradient however a step is divided, exact resume, refusals, what a run leaves."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_pipeline.config import load_config
+from data_pipeline.errors import UserError
+from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
+from pretrain.config import Config
+from pretrain.model import BertForPreTraining
+from pretrain.train import train
+
+CPU_2 = Path(__file__).parent.parent / "configs/accelerate/cpu_2.yaml"
+NO_DROPOUT = ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0")
+
+
+def command(root: Path, run_dir: Path, *overrides: str, processes: int = 1) -> list[str]:
+    launch = [sys.executable]
+    if processes > 1:
+        launch += ["-m", "accelerate.commands.launch", "--config_file", str(CPU_2)]
+    return [*launch, "-m", "pretrain", str(root / "config.yaml"), f"run_dir={run_dir}", *overrides]
+
+
+def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, **options):
+    """Run the command to its end; the completed process."""
+    return subprocess.run(
+        command(root, run_dir, *overrides, processes=processes),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {}),
+        **options,
+    )
+
+
+def train_here(root: Path, run_dir: Path, *overrides: str) -> None:
+    train(load_config(Config, str(root / "config.yaml"), [f"run_dir={run_dir}", *overrides]))
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """What was recorded, without speeds, which no two runs share."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines
+    ]
+
+
+def newest(run_dir: Path) -> dict[str, torch.Tensor]:
+    folder = newest_checkpoint(run_dir / "checkpoints")
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(prepared: Path, tmp_path_factory) -> Path:
+    """The run folder of an uninterrupted run of 12 steps."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    train_here(prepared, run_dir)
+    return run_dir
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert metrics(a) == metrics(b)
+    first, second = newest(a), newest(b)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ------------------------------------------------------------------------------ one gradient
+
+
+def test_a_step_has_one_gradient_however_it_is_divided(prepared: Path, tmp_path: Path) -> None:
+    """1 process x 1 micro-batch, 1 x 4 and 2 x 2; after one step Adam's first moment is the gradient."""
+    one_step = ("train.max_steps=1", "train.warmup_steps=0", "train.max_grad_norm=0", *NO_DROPOUT)
+    gradients = []
+    for processes, micro_batch in ((1, 16), (1, 4), (2, 4)):
+        run_dir = tmp_path / f"{processes}x{micro_batch}"
+        done = run(
+            prepared,
+            run_dir,
+            *one_step,
+            f"train.micro_batch_size={micro_batch}",
+            processes=processes,
+        )
+        assert done.returncode == 0, done.stderr
+        moments = {k: v for k, v in newest(run_dir).items() if k.endswith("/exp_avg")}
+        gradients.append(torch.cat([moments[name].flatten() for name in sorted(moments)]).double())
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() / gradients[0].norm() < 1e-6
+
+
+def test_two_processes_draw_what_one_would(prepared: Path, tmp_path: Path) -> None:
+    """With dropout, and four micro-batches a step in both: losses of the whole run within 1e-5."""
+    runs = []
+    for processes in (1, 2):
+        run_dir = tmp_path / str(processes)
+        done = run(prepared, run_dir, "train.micro_batch_size=4", processes=processes)
+        assert done.returncode == 0, done.stderr
+        runs.append(metrics(run_dir))
+    for one, two in zip(*runs, strict=True):
+        assert one.keys() == two.keys()
+        assert all(abs(one[name] - two[name]) < 1e-5 * max(1, abs(one[name])) for name in one)
+    assert "2 x cpu" in done.stdout
+
+
+def test_a_run_learns(prepared: Path, tmp_path: Path) -> None:
+    train_here(prepared, tmp_path, "train.max_steps=80", "train.learning_rate=5e-3")
+    losses = [line["train/mlm_loss"] for line in metrics(tmp_path) if "train/mlm_loss" in line]
+    assert losses[-1] < losses[0] - 0.8
+
+
+# ------------------------------------------------------------------------------ resume
+
+
+def test_a_killed_run_goes_on_to_the_same_end(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        command(prepared, tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    while not (tmp_path / "checkpoints/step-00000004").exists():
+        assert process.poll() is None, "ended before it could be killed"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    steps = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert "step-00000012" not in steps
+    train_here(prepared, tmp_path)
+    assert_same_run(tmp_path, straight)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
+    prepared: Path, straight: Path, tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "checkpoints/step-00000012/optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    train_here(prepared, tmp_path)
+    assert "step-00000012.corrupt" in capsys.readouterr().out
+    assert_same_run(tmp_path, straight)
+
+
+def test_a_finished_run_only_exports_again(prepared: Path, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "export")
+    train_here(prepared, tmp_path)
+    assert (tmp_path / "export/model.safetensors").exists()
+    assert_same_run(tmp_path, straight)
+
+
+def test_the_newest_checkpoints_are_kept(straight: Path) -> None:
+    names = [path.name for path in list_checkpoints(straight / "checkpoints")]
+    assert names == ["step-00000008", "step-00000012"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+def test_a_missing_or_short_file_makes_a_checkpoint_unsound(
+    straight: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(straight / "checkpoints", tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "step-00000012" / name
+    path.write_bytes(path.read_bytes()[:10])
+    assert newest_checkpoint(tmp_path).name == "step-00000008"
+    (tmp_path / "step-00000008" / name).unlink()
+    assert newest_checkpoint(tmp_path) is None
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.hidden_size=64", "model.hidden_size was 32, is 64"),
+        ("seed=1", "seed was 0, is 1"),
+        ("data.masked_lm_prob=0.2", "data.masked_lm_prob was 0.15, is 0.2"),
+    ],
+)
+def test_the_run_folder_of_another_config_is_refused(
+    prepared: Path, straight: Path, override: str, named: str
+) -> None:
+    before = (straight / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=named):
+        train_here(prepared, straight, override)
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_shape_is_refused(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    from pretrain.checkpoint import load_model
+
+    config = load_config(Config, str(prepared / "config.yaml"), ["model.hidden_size=64"])
+    with pytest.raises(UserError, match="another shape"):
+        load_model(
+            newest_checkpoint(straight / "checkpoints"), BertForPreTraining(config.model, 1024)
+        )
+
+
+def test_a_store_of_another_vocabulary_is_refused(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    vocab = tmp_path / "data/vocab/vocab.txt"
+    vocab.write_text(vocab.read_text().replace("[unused0]", "unused"))
+    pieces = vocab.read_text().splitlines()
+    pieces[-1], pieces[-2] = pieces[-2], pieces[-1]
+    vocab.write_text("\n".join(pieces) + "\n")
+    with pytest.raises(UserError, match="another vocabulary"):
+        train_here(prepared, tmp_path / "run", f"data_dir={tmp_path / 'data'}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistakes_end_in_one_line_and_exit_code_2(prepared: Path, tmp_path: Path) -> None:
+    for overrides, named in (
+        (["train.micro_batch_size=5"], "global_batch_size 16 is not a multiple"),
+        (["train.max_stepz=5"], "did you mean train.max_steps?"),
+        ([f"data_dir={tmp_path}/none"], "make one: python -m data_pipeline"),
+    ):
+        done = run(prepared, tmp_path / "run", *overrides)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+        assert named in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_the_processes_do_not_divide_is_refused(
+    prepared: Path, tmp_path: Path
+) -> None:
+    done = run(prepared, tmp_path / "run", "train.micro_batch_size=16", processes=2)
+    assert done.returncode != 0
+    assert "16 x 2 processes = 32; try 32" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_fewer_processes_than_asked_for_are_refused(prepared: Path, tmp_path: Path) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        launch + command(prepared, tmp_path / "run")[1:],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "asked for several processes and started one" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_jobs_cannot_use_one_run_folder(prepared: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(prepared, tmp_path, "train.max_steps=100000"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (tmp_path / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        with pytest.raises(UserError, match=f"in use by process {process.pid}"):
+            train_here(prepared, tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_no_space_left_keeps_the_checkpoints_before(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    """The file size limit of the process makes the write itself fail, as a full disk does."""
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    wrapped = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", *command(prepared, tmp_path)]
+    done = subprocess.run(wrapped, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "no checkpoint at" in done.stderr.splitlines()[-1] and "free space" in done.stderr
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
+
+
+def test_a_disk_that_is_too_full_is_noticed_before_writing(tmp_path: Path, monkeypatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("pretrain.checkpoint.shutil.disk_usage", lambda path: full)
+    with pytest.raises(UserError, match="0 MB free"):
+        save_checkpoint(tmp_path, torch.nn.Linear(2, 2), [], {"step": 1}, keep=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------ the record
+
+
+def test_a_run_leaves_its_config_metrics_curves_and_export(straight: Path) -> None:
+    names = {path.name for path in straight.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "curves.png", "checkpoints", "export"} <= names
+    record = metrics(straight)
+    assert [line["step"] for line in record if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in record if "eval/mlm_loss" in line] == [6, 12]
+    last = record[-1]
+    assert 4 < last["eval/unigram_entropy"] < 7 and 0.5 <= last["eval/nsp_majority"] < 0.65
+
+
+def test_a_broken_last_line_of_metrics_is_taken_back(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "train/lo')
+    train_here(prepared, tmp_path)
+    assert_same_run(tmp_path, straight)
+
+
+def test_a_wandb_that_fails_does_not_stop_a_run(
+    prepared: Path, straight: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def fail(**_):
+        raise RuntimeError("no network")
+
+    import wandb
+
+    monkeypatch.setattr(wandb, "init", fail)
+    train_here(prepared, tmp_path, "tracking.wandb=some-project")
+    assert "wandb is off for this run" in capsys.readouterr().out
+    assert_same_run(tmp_path, straight)
+
+
+def test_wandb_works_offline(prepared: Path, tmp_path: Path) -> None:
+    done = run(
+        prepared, tmp_path, "tracking.wandb=some-project", "train.max_steps=4",
+        env={"WANDB_MODE": "offline"},
+    )  # fmt: skip
+    assert done.returncode == 0 and "wandb is off" not in done.stdout, done.stdout
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize("objective", ["sop", "none"])
+def test_the_other_objectives_train(prepared: Path, tmp_path: Path, objective: str) -> None:
+    train_here(prepared, tmp_path, f"data.objective={objective}", "train.max_steps=4")
+    assert ("eval/nsp_accuracy" in metrics(tmp_path)[-1]) == (objective == "sop")
+
+
+def test_muon_trains_and_resumes(prepared: Path, tmp_path: Path) -> None:
+    options = ("train.optimizer=muon", "train.learning_rate=5e-3")
+    train_here(prepared, tmp_path / "a", *options)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b/checkpoints/step-00000012")
+    train_here(prepared, tmp_path / "b", *options)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
