@@ -39,9 +39,7 @@ def run_tasks(verb: str, function: Callable, tasks: list[tuple], workers: int) -
     The first error stops the rest; a worker that is killed is an error too. Finished tasks stay
     done.
     """
-    bar = tqdm(
-        total=len(tasks), desc=verb, unit="piece", mininterval=0.5 if sys.stderr.isatty() else 10
-    )
+    bar = progress_bar(verb, len(tasks), "piece")
     workers = min(workers, len(tasks))
     with bar:
         if workers <= 1:
@@ -49,9 +47,7 @@ def run_tasks(verb: str, function: Callable, tasks: list[tuple], workers: int) -
                 function(*task)
                 bar.update()
             return
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # tokenizers has threads, which a fork would break
+        context = multiprocessing.get_context("spawn")  # a fork would break tokenizers' threads
         with ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),)) as pool:
             waiting = {pool.submit(function, *task) for task in tasks}
             try:
@@ -67,6 +63,12 @@ def run_tasks(verb: str, function: Callable, tasks: list[tuple], workers: int) -
                 ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
+
+
+def progress_bar(what: str, total: int, unit: str, done: int = 0, disable: bool = False) -> tqdm:
+    """A bar with rate and time left; a line every ten seconds where nobody watches it move."""
+    interval = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(None, what, total, initial=done, unit=unit, mininterval=interval, disable=disable)
 
 
 def die_with_parent(parent: int) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
-from tqdm import tqdm
 
 from data_pipeline.batches import Batch, BatchSource, prefetch
 from data_pipeline.hashing import key
+from data_pipeline.processes import progress_bar
 from data_pipeline.token_store import TokenStore, read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
 from pretrain.config import Config
@@ -79,7 +79,7 @@ def train(config: Config) -> None:
     batches = prefetch([b.to(device) for b in source.step(step, *share)] for step in steps)
     window = torch.tensor(state["window"], dtype=torch.float64, device=device)
     clock = Clock(world_size)
-    bar = tqdm(total=settings.max_steps, initial=state["step"], unit="step", disable=not main)
+    bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
     model.train()
     for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):
         masked = count_masked(micro_batches, accelerator)

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # From raw text to a filled [MASK]: bash scripts/quickstart.sh [FILE...]
 # Without FILEs it trains on the prose of the installed Python packages; with FILEs, on those.
+# OVERRIDES="key=value ..." changes fields of configs/quickstart.yaml.
 set -euo pipefail
 files=()
 for file in "$@"; do files+=("$(realpath -- "$file")"); done
 EXTRAS=report
 source "$(dirname "$0")/setup.sh"
 
-overrides=()
+read -ra overrides <<<"${OVERRIDES-}"
 if [ ${#files[@]} -gt 0 ]; then
     name=quickstart-$(printf '%s\n' "${files[@]}" | cksum | cut -d' ' -f1)
     list=$(printf '"%s",' "${files[@]}")
-    overrides=(corpus.source=null "corpus.files=[${list%,}]" "data_dir=data/$name" "run_dir=runs/$name")
+    overrides+=(corpus.source=null "corpus.files=[${list%,}]" "data_dir=data/$name" "run_dir=runs/$name")
 fi
 run_dir=runs/${name:-quickstart}
 

@@ -1,0 +1,309 @@
+"""The model is transformers' BertForPreTraining, weight for weight, and wastes nothing on
+padding."""
+
+import os
+from dataclasses import replace
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from torch import nn
+
+from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.config import PairsConfig
+from pretrain.config import ModelConfig
+from pretrain.export import hf_config, to_hf
+from pretrain.loss import pretraining_loss
+from pretrain.model import BertForPreTraining
+
+TINY = ModelConfig(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    max_position_embeddings=64,
+)
+VARIANTS = {
+    "defaults": TINY,
+    "gelu_new": replace(TINY, hidden_act="gelu_new"),
+    "gelu_pytorch_tanh": replace(TINY, hidden_act="gelu_pytorch_tanh"),
+    "relu": replace(TINY, hidden_act="relu"),
+    "silu": replace(TINY, hidden_act="silu"),
+    "three types": replace(TINY, type_vocab_size=3),
+    "layer_norm_eps": replace(TINY, layer_norm_eps=1e-5),
+    "intermediate_size": replace(TINY, intermediate_size=48),
+    "positions and heads": replace(TINY, max_position_embeddings=200, num_attention_heads=4),
+}
+TIED = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+
+
+@pytest.fixture(scope="module")
+def batch(store) -> Batch:
+    """Eight pairs of the real store, of different lengths."""
+    batch = BatchSource(store, PairsConfig(max_seq_length=64, short_seq_prob=0.5), seed=3)
+    batch = batch.batch(0, 8)
+    assert len(set(batch.cu_seqlens.diff().tolist())) > 2
+    assert set(batch.next_sentence_label.tolist()) == {0, 1}
+    return batch
+
+
+def build(config: ModelConfig, vocab_size: int) -> BertForPreTraining:
+    """A model whose every parameter counts: biases and norms as random as the rest."""
+    torch.manual_seed(0)
+    model = BertForPreTraining(config, vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+def build_peer(model: BertForPreTraining, attention: str) -> nn.Module:
+    """transformers' model with the same weights."""
+    from transformers import BertConfig
+    from transformers import BertForPreTraining as Peer
+
+    settings = hf_config(model.config, len(model.mlm.bias))
+    peer = Peer(BertConfig(**settings, attn_implementation=attention))
+    assert peer.config._attn_implementation == attention
+    peer.tie_weights()
+    missing, unexpected = peer.load_state_dict(to_hf(model.state_dict()), strict=False)
+    assert set(missing) <= TIED and not unexpected
+    return peer.train()
+
+
+def mean_loss(model: BertForPreTraining, batch: Batch) -> torch.Tensor:
+    mlm, nsp = pretraining_loss(*model(batch), batch)
+    return mlm / len(batch.masked_labels) + nsp / len(batch.next_sentence_label)
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+    assert found.shape == wanted.shape, name
+    difference = (found - wanted).detach().abs().max().item()
+    assert difference <= 1e-5, f"{name} differs by {difference}"
+
+
+def one_sequence(batch: Batch, number: int) -> Batch:
+    """Sequence `number` of a batch as a batch of its own."""
+    start, end = batch.cu_seqlens[number : number + 2].tolist()
+    here = (batch.masked_positions >= start) & (batch.masked_positions < end)
+    return Batch(
+        input_ids=batch.input_ids[start:end],
+        token_type_ids=batch.token_type_ids[start:end],
+        position_ids=batch.position_ids[start:end],
+        sequence_ids=torch.zeros(end - start, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, end - start]),
+        masked_positions=batch.masked_positions[here] - start,
+        masked_labels=batch.masked_labels[here],
+        next_sentence_label=batch.next_sentence_label[number : number + 1],
+        max_length=end - start,
+    )
+
+
+def without_masks(batch: Batch) -> Batch:
+    none = torch.zeros(0, dtype=torch.int64)
+    return replace(batch, masked_positions=none, masked_labels=none)
+
+
+# ------------------------------------------------------------------- parity with transformers
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_loss_and_gradients_are_those_of_transformers(
+    variant, attention, batch, vocabulary
+) -> None:
+    model = build(VARIANTS[variant], len(vocabulary)).train()
+    peer = build_peer(model, attention)
+    if VARIANTS[variant].type_vocab_size == 3:  # so that the third type takes part
+        types = batch.token_type_ids + (batch.position_ids > 20).long()
+        batch = replace(batch, token_type_ids=types)
+        assert types.max() == 2
+
+    out = peer(**batch.padded())
+    rows = out.prediction_logits[batch.sequence_ids, batch.position_ids]
+    mlm_logits, nsp_logits = model(batch)
+    assert_close(mlm_logits, rows[batch.masked_positions], "MLM logits")
+    assert_close(nsp_logits, out.seq_relationship_logits, "NSP logits")
+    loss = mean_loss(model, batch)
+    assert_close(loss, out.loss, "loss")
+
+    loss.backward()
+    out.loss.backward()
+    found = to_hf({name: p.grad for name, p in model.named_parameters()})
+    wanted = {name: p.grad for name, p in peer.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert_close(found[name], wanted[name], f"gradient of {name}")
+    still = [n for n, p in model.named_parameters() if p.grad.abs().max() == 0]
+    assert not still, "these gradients say nothing"
+
+
+def test_one_step_of_the_loss_the_loop_uses_is_the_sum_over_tokens(batch, vocabulary) -> None:
+    """Sums of two halves are the sum of the whole: no mean hides in the loss."""
+    model = build(TINY, len(vocabulary)).eval()
+    whole = pretraining_loss(*model(batch), batch)
+    parts = [one_sequence(batch, i) for i in range(8)]
+    parts = [pretraining_loss(*model(part), part) for part in parts]
+    for i in range(2):
+        torch.testing.assert_close(sum(part[i] for part in parts), whole[i], rtol=1e-5, atol=1e-4)
+
+
+def test_the_padded_batch_holds_every_token_and_no_other(batch) -> None:
+    padded = batch.padded()
+    real = padded["attention_mask"].bool()
+    assert real.sum(1).tolist() == batch.cu_seqlens.diff().tolist()
+    assert torch.equal(padded["input_ids"][real], batch.input_ids)
+    assert torch.equal(padded["token_type_ids"][real], batch.token_type_ids)
+    assert (padded["input_ids"][~real] == 0).all() and (padded["labels"][~real] == -100).all()
+    assert torch.equal(padded["labels"][padded["labels"] != -100], batch.masked_labels)
+
+
+# ---------------------------------------------------------------------------- size and start
+
+
+def test_bert_base_has_as_many_parameters_as_the_published_one() -> None:
+    with torch.device("meta"):
+        model = BertForPreTraining(ModelConfig(), 30522)
+
+    def count(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    parts = [count(part) for part in (model.embeddings, model.layers, model.pooler)]
+    assert sum(parts) == 109_482_240
+    assert [round(100 * part / sum(parts), 4) for part in parts] == [21.7726, 77.6879, 0.5394]
+    assert count(model) == 110_106_428
+
+
+def test_weights_start_normal_biases_at_zero_and_norms_at_one() -> None:
+    torch.manual_seed(1)
+    config = replace(TINY, hidden_size=128, initializer_range=0.02)
+    model = BertForPreTraining(config, 2048)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert (p == 0).all(), name
+        elif "norm" in name:
+            assert (p == 1).all(), name
+        else:
+            error = 6 / p.numel() ** 0.5  # standard errors
+            assert abs(p.mean()) < 0.02 * error, name
+            assert abs(p.std() / 0.02 - 1) < error, name
+    word = model.embeddings.word.weight
+    assert (word[0] == 0).all() and (word[1:].abs().sum(1) > 0).all()
+    tail = (word[1:].abs() > 0.04).double().mean()  # plain normal, as transformers, not truncated
+    assert abs(tail - 0.0455) < 0.004
+
+
+def test_initializer_range_is_the_standard_deviation() -> None:
+    torch.manual_seed(1)
+    model = BertForPreTraining(replace(TINY, initializer_range=0.1), 2048)
+    assert abs(model.embeddings.word.weight[1:].std() - 0.1) < 0.002
+    assert abs(model.layers[0].up.weight.std() - 0.1) < 0.005
+
+
+# ---------------------------------------------------------------------------- sequences apart
+
+
+def test_a_sequence_alone_gives_what_it_gives_in_a_batch(batch, vocabulary) -> None:
+    model = build(TINY, len(vocabulary)).eval()
+    mlm_logits, nsp_logits = model(batch)
+    sequence = batch.sequence_ids[batch.masked_positions]
+    for number in range(8):
+        mlm, nsp = model(one_sequence(batch, number))
+        assert_close(mlm, mlm_logits[sequence == number], f"MLM logits of sequence {number}")
+        assert_close(nsp[0], nsp_logits[number], f"NSP logits of sequence {number}")
+
+
+def test_other_tokens_beside_a_sequence_change_nothing_in_it(batch, vocabulary) -> None:
+    model = build(TINY, len(vocabulary)).eval()
+    mine = batch.sequence_ids == 2
+    other_ids = torch.where(mine, batch.input_ids, 5 + (batch.input_ids + 11) % 1000)
+    other = replace(batch, input_ids=other_ids)
+    assert torch.equal(model.encode(batch)[mine], model.encode(other)[mine])
+    assert not torch.equal(model.encode(batch)[~mine], model.encode(other)[~mine])
+
+
+def test_every_token_of_a_sequence_sees_every_other(batch, vocabulary) -> None:
+    model = build(replace(TINY, num_hidden_layers=1), len(vocabulary)).eval()
+    alone = one_sequence(batch, 0)
+    length = len(alone.input_ids)
+    before = model.encode(alone)
+    for place in (0, length // 2, length - 1):
+        ids = alone.input_ids.clone()
+        ids[place] = 5 + (ids[place] + 1) % 1000
+        change = (model.encode(replace(alone, input_ids=ids)) - before).abs().amax(1)
+        assert (change > 0).all()
+
+
+# ------------------------------------------------------------------------------------ dropout
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_dropout_acts_in_train_mode_only(name, batch, vocabulary) -> None:
+    model = build(replace(TINY, **{name: 0.3}), len(vocabulary))
+    plain = build(TINY, len(vocabulary)).eval().encode(batch)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        assert torch.equal(model.eval().encode(batch), plain)
+    torch.manual_seed(0)
+    first = model.train().encode(batch)
+    second = model.encode(batch)
+    torch.manual_seed(0)
+    assert torch.equal(first, model.encode(batch))  # the seed is all there is to it
+    assert not torch.allclose(first, second)
+    assert not torch.allclose(first, plain)
+
+
+def test_dropout_of_embeddings_keeps_the_mean(batch, vocabulary) -> None:
+    embeddings = build(replace(TINY, hidden_dropout_prob=0.25), len(vocabulary)).embeddings
+    plain = embeddings.eval()(batch)
+    dropped = embeddings.train()(batch)
+    kept = dropped != 0
+    assert abs(1 - kept.double().mean() - 0.25) < 0.03
+    torch.testing.assert_close(dropped[kept], plain[kept] / 0.75)
+
+
+# ---------------------------------------------------------------------- nothing to predict
+
+
+def test_without_masked_positions_the_mlm_loss_is_zero_and_gradients_are_finite(
+    batch, vocabulary
+) -> None:
+    model = build(TINY, len(vocabulary)).train()
+    batch = without_masks(batch)
+    mlm_logits, nsp_logits = model(batch)
+    assert mlm_logits.shape == (0, len(vocabulary))
+    mlm, nsp = pretraining_loss(mlm_logits, nsp_logits, batch)
+    assert mlm.item() == 0 and nsp.item() > 0
+    (mlm + nsp).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, f"{name} has no gradient; DDP would wait for it"
+        assert torch.isfinite(p.grad).all(), name
+    assert (model.mlm.dense.weight.grad == 0).all()
+    assert (model.layers[0].up.weight.grad != 0).any()
+
+
+# --------------------------------------------------------------------------- nothing on padding
+
+
+def test_no_linear_layer_computes_on_padding(batch, vocabulary) -> None:
+    model = build(TINY, len(vocabulary)).eval()
+    rows: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(
+                lambda module, inputs, name=name: rows.update(
+                    {name: inputs[0].numel() // module.in_features}
+                )
+            )
+    mlm_logits, _ = model(batch)
+    tokens, sequences = len(batch.input_ids), len(batch.next_sentence_label)
+    masked = len(batch.masked_labels)
+    assert tokens < sequences * batch.max_length and masked < tokens
+    wanted = {"mlm.dense": masked, "pooler": sequences, "nsp": sequences}
+    for layer in range(TINY.num_hidden_layers):
+        for name in ("attention.qkv", "attention.out", "up", "down"):
+            wanted[f"layers.{layer}.{name}"] = tokens
+    assert rows == wanted
+    assert mlm_logits.shape == (masked, len(vocabulary))

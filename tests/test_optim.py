@@ -1,0 +1,222 @@
+"""The learning rate, which parameters decay, one step of AdamW by hand, and sums into metrics."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.config import PairsConfig
+from pretrain.config import ModelConfig, TrainConfig
+from pretrain.loss import pretraining_loss
+from pretrain.metrics import TALLY, tally, to_metrics
+from pretrain.model import BertForPreTraining
+from pretrain.optim import build_optimizers, learning_rate
+
+TINY = ModelConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+TRAIN = TrainConfig(max_steps=100, warmup_steps=10, learning_rate=3e-3, weight_decay=0.1)
+
+
+def build_model() -> BertForPreTraining:
+    torch.manual_seed(0)
+    return BertForPreTraining(TINY, 64)
+
+
+def fill_gradients(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------ learning rate
+
+
+def test_learning_rate_climbs_to_its_top_and_falls_to_nothing() -> None:
+    def rate(step: int) -> float:
+        return learning_rate(step, TRAIN)
+
+    assert rate(0) == pytest.approx(3e-3 / 10)  # not 0: the first update counts
+    assert rate(4) == pytest.approx(3e-3 / 2)
+    assert rate(9) == pytest.approx(3e-3)  # end of the warm-up
+    assert rate(10) == pytest.approx(3e-3)
+    assert rate(55) == pytest.approx(3e-3 / 2)
+    assert rate(99) == pytest.approx(3e-3 / 90)  # the last update
+    assert rate(100) == 0
+
+
+def test_learning_rate_rises_in_the_warm_up_and_falls_after_it() -> None:
+    rates = [learning_rate(step, TRAIN) for step in range(101)]
+    assert all(a < b for a, b in zip(rates[:10], rates[1:10], strict=False))
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert min(rates[:100]) > 0 and max(rates) == pytest.approx(3e-3)
+    rising = {round(b - a, 12) for a, b in zip(rates[:9], rates[1:10], strict=True)}
+    falling = {round(a - b, 12) for a, b in zip(rates[10:-1], rates[11:], strict=True)}
+    assert len(rising) == len(falling) == 1  # both pieces are straight
+
+
+def test_learning_rate_without_warm_up_starts_at_its_top() -> None:
+    train = replace(TRAIN, warmup_steps=0)
+    assert learning_rate(0, train) == 3e-3
+    assert learning_rate(50, train) == pytest.approx(1.5e-3)
+    assert learning_rate(99, train) == pytest.approx(3e-5)
+
+
+# --------------------------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_trainable_parameter_is_in_one_optimizer_and_biases_and_norms_do_not_decay(
+    optimizer,
+) -> None:
+    model = build_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    decay: dict[str, float] = {}
+    for one in build_optimizers(model, replace(TRAIN, optimizer=optimizer)):
+        for group in one.param_groups:
+            for p in group["params"]:
+                assert names[id(p)] not in decay, "twice"
+                decay[names[id(p)]] = group["weight_decay"]
+    assert decay.keys() == set(names.values())
+    for name, value in decay.items():
+        wanted = 0.0 if name.endswith("bias") or "norm" in name else 0.1
+        assert value == wanted, name
+
+
+def test_muon_takes_the_matrices_of_the_encoder_and_adamw_the_rest() -> None:
+    model = build_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon, adamw = build_optimizers(model, replace(TRAIN, optimizer="muon"))
+    taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    matrices = ("attention.qkv", "attention.out", "up", "down")
+    assert taken == {f"layers.{n}.{name}.weight" for n in range(2) for name in matrices}
+    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_frozen_parameters_are_in_no_optimizer(optimizer) -> None:
+    model = build_model()
+    model.pooler.requires_grad_(False)
+    model.nsp.requires_grad_(False)
+    frozen = {id(p) for part in (model.pooler, model.nsp) for p in part.parameters()}
+    optimizers = build_optimizers(model, replace(TRAIN, optimizer=optimizer))
+    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()} - frozen
+
+
+# -------------------------------------------------------------------------------------- steps
+
+
+def test_three_steps_are_those_of_adamw_written_by_hand() -> None:
+    model = build_model()
+    train = replace(TRAIN, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-3)
+    (optimizer,) = build_optimizers(model, train)
+    wanted = {name: p.detach().double() for name, p in model.named_parameters()}
+    m = {name: torch.zeros_like(p) for name, p in wanted.items()}
+    v = {name: torch.zeros_like(p) for name, p in wanted.items()}
+    for step in range(3):
+        gradients = fill_gradients(model, seed=step)
+        rate = learning_rate(step, train)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        for name, gradient in gradients.items():
+            g = gradient.double()
+            m[name] = 0.8 * m[name] + 0.2 * g
+            v[name] = 0.95 * v[name] + 0.05 * g**2
+            mean = m[name] / (1 - 0.8 ** (step + 1))
+            root = (v[name] / (1 - 0.95 ** (step + 1))).sqrt()
+            decay = 0.0 if name.endswith("bias") or "norm" in name else 0.1
+            wanted[name] = wanted[name] * (1 - rate * decay) - rate * mean / (root + 1e-3)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach().double(), wanted[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_of_muon_moves_every_matrix_by_about_one_learning_rate_an_entry() -> None:
+    """`match_rms_adamw`: a root mean square of 0.2 learning rates, whatever the shape."""
+    model = build_model()
+    muon, _ = build_optimizers(model, replace(TRAIN, optimizer="muon", weight_decay=0.0))
+    before = {name: p.detach().clone() for name, p in model.layers.named_parameters()}
+    fill_gradients(model, seed=0)
+    muon.step()
+    for name, p in model.layers.named_parameters():
+        moved = (p.detach() - before[name]).square().mean().sqrt() / 3e-3
+        if p.dim() == 2:
+            assert 0.1 < moved < 0.3, name
+        else:
+            assert moved == 0, name
+
+
+# ------------------------------------------------------------------------------------ metrics
+
+
+def plain_sums(mlm_logits, nsp_logits, batch: Batch) -> list[float]:
+    """The six sums, one example at a time in Python's own floats."""
+    sums = [0.0] * TALLY
+    for i, (logits, labels) in enumerate(
+        ((mlm_logits, batch.masked_labels), (nsp_logits, batch.next_sentence_label))
+    ):
+        for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+            top = max(row)
+            sums[i] += top + math.log(sum(math.exp(x - top) for x in row)) - row[label]
+            sums[i + 2] += row.index(top) == label
+            sums[i + 4] += 1
+    return sums
+
+
+def logits_and_batches(store) -> list[tuple[torch.Tensor, torch.Tensor, Batch]]:
+    """Two batches of the real store with logits that are right about every third time."""
+    generator = torch.Generator().manual_seed(0)
+    source, out = BatchSource(store, PairsConfig(max_seq_length=64), seed=0), []
+    for start, count in ((0, 6), (6, 4)):
+        batch = source.batch(start, count)
+        mlm = torch.randn(len(batch.masked_labels), len(store.vocabulary), generator=generator)
+        right = torch.arange(0, len(mlm), 3)
+        mlm[right, batch.masked_labels[right]] += 9.0
+        out.append((mlm, torch.randn(count, 2, generator=generator), batch))
+    return out
+
+
+def test_tallies_of_several_batches_add_up_to_means_over_tokens_and_pairs(store) -> None:
+    sums, wanted = torch.zeros(TALLY, dtype=torch.float64), [0.0] * TALLY
+    for mlm, nsp, batch in logits_and_batches(store):
+        sums += tally(pretraining_loss(mlm, nsp, batch), mlm, nsp, batch)
+        plain = plain_sums(mlm, nsp, batch)
+        wanted = [a + b for a, b in zip(wanted, plain, strict=True)]
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == pytest.approx(wanted, rel=1e-5)
+    mlm, nsp, mlm_right, nsp_right, masked, pairs = wanted
+    assert pairs == 10 and 0 < mlm_right < masked
+    assert to_metrics(sums, "eval", "nsp") == pytest.approx(
+        {
+            "eval/mlm_loss": mlm / masked,
+            "eval/mlm_accuracy": mlm_right / masked,
+            "eval/nsp_loss": nsp / 10,
+            "eval/nsp_accuracy": nsp_right / 10,
+            "eval/loss": mlm / masked + nsp / 10,
+        },
+        rel=1e-5,
+    )
+
+
+def test_without_pairs_to_judge_there_are_no_nsp_metrics() -> None:
+    sums = torch.tensor([6.0, 5.0, 2.0, 1.0, 3.0, 2.0], dtype=torch.float64)
+    assert to_metrics(sums, "train", "none") == pytest.approx(
+        {"train/mlm_loss": 2.0, "train/mlm_accuracy": 2 / 3, "train/loss": 2.0}
+    )
+
+
+def test_without_masked_tokens_the_metrics_are_zero_and_not_nan() -> None:
+    sums = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 2.0], dtype=torch.float64)
+    metrics = to_metrics(sums, "train", "nsp")
+    assert metrics["train/mlm_loss"] == metrics["train/mlm_accuracy"] == 0
+    assert metrics["train/loss"] == 0.5
+
+
+def test_a_tally_keeps_no_graph() -> None:
+    logits = torch.zeros(1, 8, requires_grad=True)
+    pair = torch.zeros(1, 2, requires_grad=True)
+    one = torch.ones(1, dtype=torch.int64)
+    batch = Batch(one, one, one, one, one, one, one, one, 1)
+    assert not tally(pretraining_loss(logits, pair, batch), logits, pair, batch).requires_grad
