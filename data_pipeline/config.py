@@ -133,11 +133,13 @@ class DataConfig:
 
 
 def check(holds: bool, message: str) -> None:
+    """Raise `UserError` with `message` unless it holds."""
     if not holds:
         raise UserError(message)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise `UserError` that lists the choices unless `value` is one of them."""
     check(value in choices, f"{name} is {value!r}; it can be {', '.join(choices)}")
 
 

@@ -127,6 +127,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_state(checkpoint: Path) -> dict:
+    """What `save_checkpoint` was given as `state`."""
     return json.loads((checkpoint / "state.json").read_text())
 
 

@@ -73,9 +73,7 @@ def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
     return {name: torch.cat([weights[part] for part in hf_names(name)]) for name in names}
 
 
-def export(
-    model: BertForPreTraining, vocab_dir: Path, out_dir: Path, lowercase: bool, card: str
-) -> None:
+def export(model: BertForPreTraining, vocab_dir: Path, out_dir: Path, card: str) -> None:
     """Write the Hugging Face folder of a model on the CPU to `out_dir`, once the gate has passed
     it.
 
@@ -85,6 +83,9 @@ def export(
     with written_beside(out_dir) as folder:
         for name in TOKENIZER_FILES:
             shutil.copy(vocab_dir / name, folder / name)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["model_max_length"] = model.config.max_position_embeddings
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         weights = {name: t.contiguous() for name, t in to_hf(model.state_dict()).items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
@@ -135,6 +136,9 @@ def check_export(model: BertForPreTraining, folder: Path) -> str:
         assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back"
     vocabulary = read_vocabulary(folder)
     assert all(vocabulary.pieces[i] == piece for piece, i in SPECIAL_IDS.items())
+    assert len(vocabulary) == len(model.mlm.bias), "vocab.txt and the embeddings differ in length"
+    ids = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    assert ids == {piece: i for i, piece in enumerate(vocabulary.pieces)}, "tokenizer.json"
     try:
         import transformers
     except ImportError:
@@ -187,6 +191,11 @@ def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) ->
 
 def model_card(config: Config, state: dict, parameters: int) -> str:
     """README.md of the exported folder: what it is, from what, how it is loaded."""
+    labels = {"nsp": "B follows A, 1 that it is random", "sop": "A and B are in order, 1 swapped"}
+    pairs = ""
+    if config.data.objective in labels:
+        pairs = "In `BertForNextSentencePrediction`, label 0 says that "
+        pairs += f"{labels[config.data.objective]}.\n"
     metrics = "\n".join(f"- {name}: {value:.4f}" for name, value in state["evaluation"].items())
     data = config.data
     return f"""---
@@ -208,8 +217,7 @@ pipeline("fill-mask", model=".")("A sentence with a [MASK].")
 
 A class for another task (`BertForSequenceClassification`, ...) starts with a new head and says so;
 that is as it should be.
-In `BertForNextSentencePrediction`, label 0 says that B follows A, 1 that it is random.
-
+{pairs}
 On held-out documents:
 
 {metrics or "- not evaluated"}
@@ -230,7 +238,7 @@ def export_checkpoint(checkpoint: Path, config: Config, vocab_dir: Path, out_dir
     model = BertForPreTraining(config.model, len(vocabulary))
     load_model(checkpoint, model)
     card = model_card(config, state, sum(p.numel() for p in model.parameters()))
-    export(model, vocab_dir, out_dir, config.vocab.lowercase, card)
+    export(model, vocab_dir, out_dir, card)
 
 
 def main() -> None:
@@ -238,9 +246,14 @@ def main() -> None:
     parser.add_argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     args = parser.parse_args()
-    checkpoint = args.source
-    if (args.source / "checkpoints").is_dir():
-        checkpoint = newest_checkpoint(args.source / "checkpoints")
+    checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
+    empty = not out_dir.exists() or out_dir.is_dir() and not any(out_dir.iterdir())
+    check(
+        empty or (out_dir / "config.json").exists(),  # an older export is replaced
+        f"{out_dir} exists and is not an exported folder; choose another OUT_DIR",
+    )
+    if (checkpoint / "checkpoints").is_dir():
+        checkpoint = newest_checkpoint(checkpoint / "checkpoints")
         check(checkpoint is not None, f"{args.source} has no sound checkpoint yet")
     elif fault := find_fault(checkpoint):
         raise UserError(f"{checkpoint} is neither a run folder nor a sound checkpoint: {fault}")
@@ -249,8 +262,8 @@ def main() -> None:
     config = OmegaConf.to_object(
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(config_path))
     )
-    export_checkpoint(checkpoint, config, Path(config.data_dir) / "vocab", args.out_dir)
-    print(f"exported {checkpoint} to {args.out_dir}")
+    export_checkpoint(checkpoint, config, Path(config.data_dir) / "vocab", out_dir)
+    print(f"exported {checkpoint} to {out_dir}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ def fill_mask(
     masked = torch.nonzero(ids == SPECIAL_IDS["[MASK]"])[:, 0]
     if not len(masked):
         raise UserError(f"no [MASK] in {sentence!r}")
+    if len(ids) > model.config.max_position_embeddings:
+        longest = model.config.max_position_embeddings
+        raise UserError(f"{len(ids)} tokens, and the model takes {longest}: {sentence[:40]!r}...")
     zeros, ends = torch.zeros(len(ids), dtype=torch.int64), torch.tensor([0, len(ids)])
     batch = Batch(
         ids, types, torch.arange(len(ids)), zeros, ends, masked, ids[masked], zeros[:1], len(ids)

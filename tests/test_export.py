@@ -1,0 +1,564 @@
+"""What is exported is the model, for every BERT class, in a folder that needs nothing beside it."""
+
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+import pretrain.export
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.errors import run_command
+from data_pipeline.token_store import TokenStore, Vocabulary
+from pretrain.checkpoint import save_checkpoint
+from pretrain.config import Config, ModelConfig
+from pretrain.export import export, from_hf, hf_config, load_export, model_card, to_hf
+from pretrain.model import BertForPreTraining
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    "README.md",
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+}
+TINY = ModelConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
+)
+POOLER = {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+NSP = {"cls.seq_relationship.weight", "cls.seq_relationship.bias"}
+MLM = {
+    "cls.predictions.bias",
+    "cls.predictions.transform.dense.weight",
+    "cls.predictions.transform.dense.bias",
+    "cls.predictions.transform.LayerNorm.weight",
+    "cls.predictions.transform.LayerNorm.bias",
+}
+NEW = {"classifier.weight", "classifier.bias"}
+CLASSES = {  # class -> (keys that it starts anew, keys that it has no place for)
+    "BertForPreTraining": (set(), set()),
+    "BertModel": (set(), MLM | NSP),
+    "BertForMaskedLM": (set(), NSP | POOLER),
+    "BertForNextSentencePrediction": (set(), MLM),
+    "BertForSequenceClassification": (NEW, MLM | NSP),
+    "BertForTokenClassification": (NEW, MLM | NSP | POOLER),
+    "BertForQuestionAnswering": (
+        {"qa_outputs.weight", "qa_outputs.bias"},
+        MLM | NSP | POOLER,
+    ),
+    "BertForMultipleChoice": (NEW, MLM | NSP),
+}
+
+
+def build(vocab_size: int, config: ModelConfig = TINY) -> BertForPreTraining:
+    """A model with no two parameters alike: at the start all norms are one, and may be swapped."""
+    torch.manual_seed(0)
+    model = BertForPreTraining(config, vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def write(model: BertForPreTraining, root: Path, out: Path, card: str = "") -> None:
+    """Export with the vocabulary of a prepared folder."""
+    export(model, root / "data/vocab", out, card)
+
+
+@pytest.fixture(scope="module")
+def model(vocabulary: Vocabulary) -> BertForPreTraining:
+    return build(len(vocabulary))
+
+
+@pytest.fixture(scope="module")
+def exported(prepared: Path, model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The exported folder, moved away from where it was written."""
+    root = tmp_path_factory.mktemp("export")
+    write(model, prepared, root / "written", "# A card\n")
+    return Path(shutil.move(root / "written", root / "elsewhere"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(prepared: Path, store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as train.py leaves it, with checkpoints of steps 4 and 8."""
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={run_dir}"])
+    contract = {
+        "vocab_sha256": store.vocabulary.sha256,
+        "data_sha256": store.manifest["sha256"],
+    }
+    for step in (4, 8):
+        state = {"step": step, "evaluation": {"eval/mlm_loss": 5.25}, "contract": contract}
+        model = build(len(store.vocabulary), replace(config.model, initializer_range=step / 100))
+        save_checkpoint(run_dir / "checkpoints", model, [], state, keep=2)
+    OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
+    return run_dir
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["export", *map(str, args)])
+    run_command(pretrain.export.main)
+
+
+def assert_one_line_error(capsys: pytest.CaptureFixture, *words: str) -> None:
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+
+
+# ---------------------------------------------------------------------------------- the folder
+
+
+def test_the_folder_holds_the_weights_the_config_the_tokenizer_and_a_card(
+    exported, model, prepared
+) -> None:
+    assert {path.name for path in exported.iterdir()} == FILES
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in exported.iterdir())
+    for name in ("vocab.txt", "tokenizer.json"):
+        assert (exported / name).read_bytes() == (prepared / "data/vocab" / name).read_bytes()
+    config = json.loads((exported / "config.json").read_text())
+    assert config["architectures"] == ["BertForPreTraining"] and config["model_type"] == "bert"
+    assert config["vocab_size"] == len(model.mlm.bias) and config["tie_word_embeddings"] is True
+    assert config["intermediate_size"] == 128 and config["layer_norm_eps"] == 1e-12
+    card = (exported / "README.md").read_text()
+    assert card.startswith("# A card\n") and "Checked at export: transformers loads" in card
+
+
+def test_the_weights_have_the_names_of_transformers_and_the_decoder_is_not_among_them(
+    exported, model
+) -> None:
+    from transformers import BertConfig
+    from transformers import BertForPreTraining as Peer
+
+    peer = Peer(BertConfig(**hf_config(model.config, len(model.mlm.bias))))
+    weights = load_file(exported / "model.safetensors")
+    assert weights.keys() == {name for name, _ in peer.named_parameters()}
+    for name, parameter in peer.named_parameters():
+        assert weights[name].shape == parameter.shape and weights[name].dtype == torch.float32
+
+
+def test_the_names_lead_there_and_back(model) -> None:
+    state = model.state_dict()
+    back = from_hf(to_hf(state), list(state))
+    assert list(back) == list(state)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_load_export_gives_the_model_back(exported, model) -> None:
+    loaded = load_export(exported)
+    assert loaded.config == replace(model.config, intermediate_size=128) and not loaded.training
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_small_intermediate_size_and_other_settings_survive_the_export(
+    prepared, vocabulary, tmp_path
+) -> None:
+    config = replace(
+        TINY, intermediate_size=48, hidden_act="gelu_new", layer_norm_eps=1e-5, type_vocab_size=3
+    )
+    write(build(len(vocabulary), config), prepared, tmp_path / "out")
+    assert load_export(tmp_path / "out").config == config
+
+
+# -------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_bert_class_loads_the_folder(name, exported) -> None:
+    import transformers
+
+    loaded, report = getattr(transformers, name).from_pretrained(exported, output_loading_info=True)
+    missing, unexpected = CLASSES[name]
+    assert set(report["missing_keys"]) == missing
+    assert set(report["unexpected_keys"]) == unexpected
+    assert not report["mismatched_keys"] and not report["error_msgs"]
+    weights = load_file(exported / "model.safetensors")
+    prefix = "" if hasattr(loaded, "bert") else "bert."
+    for key, parameter in loaded.named_parameters():
+        if key not in missing:
+            assert torch.equal(parameter, weights[prefix + key]), key
+
+
+def test_transformers_gives_the_same_logits_on_real_pairs(exported, model, store) -> None:
+    from transformers import BertForPreTraining as Peer
+
+    peer = Peer.from_pretrained(exported)
+    assert peer.cls.predictions.decoder.weight is peer.bert.embeddings.word_embeddings.weight
+    assert torch.equal(peer.cls.predictions.decoder.bias, model.mlm.bias)
+    batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 6)
+    with torch.no_grad():
+        mlm_logits, nsp_logits = model(batch)
+        out = peer(**batch.padded())
+    rows = out.prediction_logits[batch.sequence_ids, batch.position_ids][batch.masked_positions]
+    assert (rows - mlm_logits).abs().max() <= 1e-5
+    assert (out.seq_relationship_logits - nsp_logits).abs().max() <= 1e-5
+
+
+def test_the_auto_classes_and_the_pipeline_need_the_folder_alone(exported, prepared) -> None:
+    from transformers import AutoModel, AutoTokenizer, BertModel, pipeline
+
+    assert isinstance(AutoModel.from_pretrained(exported), BertModel)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    bare = Tokenizer.from_file(str(prepared / "data/vocab/tokenizer.json"))
+    for pair in (("A Naïve string.", "Returns [MASK] — or not."), ("x" * 200, "中文")):
+        ours, theirs = bare.encode(*pair), tokenizer(*pair)
+        assert theirs["input_ids"] == ours.ids and theirs["token_type_ids"] == ours.type_ids
+    best = pipeline("fill-mask", model=str(exported))("The name of the [MASK] is a string.")
+    assert len(best) == 5 and all(0 < item["score"] <= 1 for item in best)
+
+
+def test_the_tokenizer_cuts_texts_to_what_the_model_can_take(exported) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.model_max_length == TINY.max_position_embeddings
+    long = tokenizer("a string " * 200, truncation=True, return_tensors="pt")
+    out = AutoModel.from_pretrained(exported)(**long)
+    assert out.last_hidden_state.shape[1] == TINY.max_position_embeddings
+
+
+# ------------------------------------------------------------------------------------ the gate
+
+
+def swap_weights(a: str, b: str):
+    """`to_hf` with tensors exchanged, in every layer where the names hold N."""
+
+    def tampered(state):
+        weights = to_hf(state)
+        for n in range(TINY.num_hidden_layers):
+            x, y = a.replace("N", str(n)), b.replace("N", str(n))
+            weights[x], weights[y] = weights[y], weights[x]
+        return weights
+
+    return "to_hf", tampered
+
+
+def change_weights(change):
+    return "to_hf", lambda state: change(to_hf(state))
+
+
+def change_config(**changes):
+    return "hf_config", lambda config, vocab_size: hf_config(config, vocab_size) | changes
+
+
+def swap_nsp_rows(weights):
+    return weights | {name: weights[name].flip(0).contiguous() for name in NSP}
+
+
+SELF = "bert.encoder.layer.N.attention.self."
+FAULTS = {
+    "query and key swapped": swap_weights(f"{SELF}query.weight", f"{SELF}key.weight"),
+    "query and key swapped both ways": (
+        "QKV",
+        [f"attention.self.{name}" for name in ("key", "query", "value")],
+    ),
+    "norms swapped both ways": (
+        "LAYER_NAMES",
+        pretrain.export.LAYER_NAMES
+        | {"attention_norm": "output.LayerNorm", "norm": "attention.output.LayerNorm"},
+    ),
+    "NSP rows swapped": change_weights(swap_nsp_rows),
+    "half precision": change_weights(lambda w: {name: t.half() for name, t in w.items()}),
+    "a key too many": change_weights(lambda w: w | {"bert.extra": torch.zeros(1)}),
+    "other layer_norm_eps": change_config(layer_norm_eps=1e-2),
+    "other activation": change_config(hidden_act="gelu_new"),
+    "other number of heads": change_config(num_attention_heads=4),
+    "decoder not tied": change_config(tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_gate_stops_a_wrong_export_and_nothing_is_left(
+    fault, model, prepared, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(pretrain.export, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        write(model, prepared, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_that_is_not_written_stops_the_export(model, prepared, tmp_path, monkeypatch) -> None:
+    name, tampered = change_weights(lambda w: {n: t for n, t in w.items() if n not in POOLER})
+    monkeypatch.setattr(pretrain.export, name, tampered)
+    with pytest.raises((AssertionError, KeyError)):
+        write(model, prepared, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_fails_leaves_the_one_before_it(
+    model, prepared, tmp_path, monkeypatch
+) -> None:
+    write(model, prepared, tmp_path / "out", "# first\n")
+    monkeypatch.setattr(pretrain.export, *FAULTS["NSP rows swapped"])
+    with pytest.raises(AssertionError):
+        write(model, prepared, tmp_path / "out", "# second\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out/README.md").read_text().startswith("# first\n")
+
+
+@pytest.mark.parametrize("places", [(0, 1), (200, 201)], ids=["special", "ordinary"])
+def test_the_gate_stops_a_vocabulary_in_another_order_than_the_tokenizers(
+    places, model, prepared, tmp_path
+) -> None:
+    vocab_dir = tmp_path / "data/vocab"
+    shutil.copytree(prepared / "data/vocab", vocab_dir)
+    pieces = (vocab_dir / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    a, b = places
+    pieces[a], pieces[b] = pieces[b], pieces[a]
+    (vocab_dir / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    with pytest.raises(AssertionError):
+        write(model, tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_gate_stops_a_model_with_fewer_rows_than_the_tokenizer_has_ids(
+    prepared, vocabulary, tmp_path
+) -> None:
+    with pytest.raises(AssertionError):
+        write(build(len(vocabulary) - 64), prepared, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------ by itself
+
+
+def test_a_run_folder_is_exported_from_its_newest_checkpoint(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    assert "step-00000008" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
+    checkpoint = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
+    state = load_export(tmp_path / "out").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in checkpoint.items())
+    assert "8 steps" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_checkpoint_is_exported_as_it_is(run_dir, tmp_path, monkeypatch, capsys) -> None:
+    run_cli(monkeypatch, run_dir / "checkpoints/step-00000004", tmp_path / "a/b/out")
+    checkpoint = load_file(run_dir / "checkpoints/step-00000004/model.safetensors")
+    state = load_export(tmp_path / "a/b/out").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in checkpoint.items())
+
+
+@pytest.mark.parametrize(
+    "inside, source",
+    [("", "."), ("", "checkpoints/step-00000004"), ("checkpoints", "step-00000004")],
+)
+def test_sources_may_be_named_from_inside_the_run(
+    inside, source, run_dir, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(run_dir / inside)
+    run_cli(monkeypatch, source, tmp_path / "out")
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_a_wrong_folder_is_an_error_of_one_line(tmp_path, monkeypatch, capsys) -> None:
+    for source in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(SystemExit, match="2"):
+            run_cli(monkeypatch, source, tmp_path / "out")
+        assert_one_line_error(capsys, str(source), "neither a run folder nor a sound checkpoint")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_checkpoints_is_an_error_of_one_line(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, tmp_path, tmp_path / "out")
+    assert_one_line_error(capsys, "no sound checkpoint")
+
+
+def test_a_damaged_checkpoint_is_an_error_of_one_line(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/step-00000004"
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(data)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, checkpoint, tmp_path / "out")
+    assert_one_line_error(capsys, "model.safetensors is not what was written")
+
+
+def test_another_vocabulary_than_the_runs_is_an_error_of_one_line(
+    run_dir, tmp_path, prepared, monkeypatch, capsys
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    shutil.copytree(prepared / "data/vocab", tmp_path / "data/vocab")
+    with open(tmp_path / "data/vocab/vocab.txt", "a") as file:
+        file.write("[unused999]\n")
+    config = OmegaConf.load(tmp_path / "run/config.yaml")
+    config.data_dir = str(tmp_path / "data")
+    OmegaConf.save(config, tmp_path / "run/config.yaml")
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
+    assert_one_line_error(capsys, "another vocabulary")
+
+
+def test_a_folder_with_other_things_in_it_is_not_overwritten(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "precious.txt").write_text("years of work")
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path)
+    assert_one_line_error(capsys, str(tmp_path))
+    assert (tmp_path / "precious.txt").read_text() == "years of work"
+
+
+def test_an_older_export_is_replaced(run_dir, tmp_path, monkeypatch) -> None:
+    run_cli(monkeypatch, run_dir / "checkpoints/step-00000004", tmp_path / "out")
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    assert "8 steps" in (tmp_path / "out/README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_card_says_what_it_is_and_its_example_runs_in_the_folder(
+    run_dir, tmp_path, monkeypatch, store, capsys
+) -> None:
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front)["pipeline_tag"] == "fill-mask"
+    parameters = sum(p.numel() for p in load_export(tmp_path / "out").parameters())
+    for fact in (
+        f"{parameters:,} parameters",
+        "8 steps of 16 sequences",
+        "64 tokens",
+        "15%",
+        "eval/mlm_loss: 5.25",
+        store.vocabulary.sha256,
+        store.manifest["sha256"],
+    ):
+        assert fact in body, fact
+    code = re.search(r"```python\n(.*?)```", body, re.S)[1]
+    (tmp_path / "example.py").write_text(code)
+    monkeypatch.chdir(tmp_path / "out")
+    names = runpy.run_path(str(tmp_path / "example.py"))
+    assert type(names["model"]).__name__ == "BertModel" and len(names["tokenizer"]) == len(
+        store.vocabulary
+    )
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+def test_the_card_tells_the_labels_of_the_objective_that_was_trained(objective, prepared) -> None:
+    config = load_config(Config, str(prepared / "config.yaml"), [f"data.objective={objective}"])
+    state = {"step": 1, "evaluation": {}, "contract": {"vocab_sha256": "", "data_sha256": ""}}
+    card = model_card(config, state, 1)
+    assert ("BertForNextSentencePrediction" in card) == (objective != "none")
+    assert ("random" in card) == (objective == "nsp")
+    assert "not evaluated" in card
+
+
+def test_without_transformers_the_export_works_and_the_card_says_so(run_dir, tmp_path) -> None:
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub/transformers.py").write_text("raise ImportError('not installed')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pretrain.export", run_dir, tmp_path / "out"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "stub")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "exported" in done.stdout
+    assert "(transformers was not installed)" in (tmp_path / "out/README.md").read_text()
+    from transformers import BertForPreTraining as Peer
+
+    _, report = Peer.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+# ----------------------------------------------------------------------------------- fill_mask
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = spec_from_file_location("fill_mask_script", ROOT / "scripts/fill_mask.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_script(script, monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["fill_mask.py", *map(str, args)])
+    run_command(script.main)
+
+
+def test_fill_mask_gives_k_pieces_a_mask_likeliest_first(script, exported) -> None:
+    model = load_export(exported)
+    tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
+    for k in (1, 3, 7):
+        found = script.fill_mask(model, tokenizer, "A [MASK] of the [MASK].", k)
+        assert [len(candidates) for candidates in found] == [k, k]
+        for candidates in found:
+            values = [p for _, p in candidates]
+            assert values == sorted(values, reverse=True) and len(set(candidates)) == k
+    (everything,) = script.fill_mask(model, tokenizer, "[MASK]", tokenizer.get_vocab_size())
+    assert math.isclose(sum(p for _, p in everything), 1, rel_tol=1e-5)
+
+
+def test_fill_mask_agrees_with_the_pipeline_of_transformers(script, exported) -> None:
+    from transformers import pipeline
+
+    sentence = "This method returns a new [MASK]."
+    tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
+    (found,) = script.fill_mask(load_export(exported), tokenizer, sentence)
+    wanted = pipeline("fill-mask", model=str(exported))(sentence)
+    ids = [tokenizer.token_to_id(piece) for piece, _ in found]
+    assert ids == [item["token"] for item in wanted]
+    assert [p for _, p in found] == pytest.approx([item["score"] for item in wanted], rel=1e-4)
+
+
+def test_fill_mask_prints_a_line_a_mask(script, exported, monkeypatch, capsys) -> None:
+    run_script(script, monkeypatch, exported, "The [MASK] is.", "A [MASK] and [MASK].")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith("    ")] == [
+        "The [MASK] is.",
+        "A [MASK] and [MASK].",
+    ]
+    fillings = [line for line in lines if line.startswith("    ")]
+    assert [len(re.findall(r"\S+ \d+%", line)) for line in fillings] == [5, 5, 5]
+
+
+def test_fill_mask_has_sentences_of_its_own(script, exported, monkeypatch, capsys) -> None:
+    run_script(script, monkeypatch, exported)
+    assert all(sentence in capsys.readouterr().out for sentence in script.SENTENCES[:1])
+
+
+@pytest.mark.parametrize(
+    "sentence, words", [("No mask here.", "no [MASK]"), ("a [MASK] " * 40, "64")]
+)
+def test_fill_mask_explains_a_sentence_it_cannot_fill_in_one_line(
+    sentence, words, script, exported, monkeypatch, capsys
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_script(script, monkeypatch, exported, sentence)
+    assert_one_line_error(capsys, words)
+
+
+def test_fill_mask_explains_a_folder_without_a_model_in_one_line(
+    script, tmp_path, monkeypatch, capsys
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_script(script, monkeypatch, tmp_path)
+    assert_one_line_error(capsys, str(tmp_path))

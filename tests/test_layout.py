@@ -1,0 +1,172 @@
+"""The floors of the house: imports point down, training needs five packages, the loop fits a
+screen."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Each module imports only modules before it; a new one has to find its place here.
+ORDER = {
+    "data_pipeline": """errors config hashing processes python_docs corpus sentences words vocab
+        token_store prepare pairs masking batches report __main__""".split(),
+    "pretrain": """config model loss optim metrics evaluate checkpoint tracking export start train
+        plan __main__""".split(),
+}
+RANKS = {
+    f"{package}.{name}": rank
+    for rank, (package, name) in enumerate(
+        (package, name) for package, names in ORDER.items() for name in names
+    )
+}
+NOT_IN_TRAINING = ("tokenizers", "datasets", "sentencex", "transformers", "wandb", "matplotlib")
+
+
+def read_modules(*folders: str) -> dict[str, ast.Module]:
+    """Dotted name -> syntax tree, of the modules in the folders."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).glob("*.py"))]
+    return {f"{p.parent.name}.{p.stem}": ast.parse(p.read_text(encoding="utf-8")) for p in paths}
+
+
+MODULES = read_modules(*ORDER)
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Dotted names of all imports, at any depth; `from a import b` counts as `a`, or as `a.b` where
+    that is a module."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "an import relative to its folder"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & MODULES.keys()) or {node.module}
+    return found
+
+
+def run_python(code: str, *args: object, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+    )
+
+
+# ------------------------------------------------------------------------------------- imports
+
+
+def test_every_module_has_its_floor() -> None:
+    names = {name for name in MODULES if not name.endswith(".__init__")}
+    assert len(names) > 20
+    assert names <= RANKS.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name) -> None:
+    ours = {item for item in imports_of(MODULES[name]) if item.split(".")[0] in ORDER}
+    if name.endswith(".__init__"):
+        assert not ours
+    up = {item for item in ours if RANKS[item] >= RANKS[name]}
+    assert not up, f"{name} imports {', '.join(sorted(up))}"
+
+
+def test_data_pipeline_never_imports_pretrain() -> None:
+    for name, tree in MODULES.items():
+        if name.startswith("data_pipeline."):
+            assert not {item for item in imports_of(tree) if item.split(".")[0] == "pretrain"}, name
+
+
+def test_packages_import_neither_scripts_nor_tests() -> None:
+    for name, tree in MODULES.items():
+        assert not {"scripts", "tests"} & {i.split(".")[0] for i in imports_of(tree)}, name
+
+
+def test_in_data_pipeline_torch_begins_where_tensors_do() -> None:
+    users = {name for name, tree in MODULES.items() if "torch" in imports_of(tree)}
+    assert {name for name in users if name.startswith("data_pipeline.")} == {
+        "data_pipeline.batches"
+    }
+
+
+def test_importing_the_loop_loads_nothing_that_training_does_not_need() -> None:
+    code = "import sys, pretrain.train; print(*sys.modules)"
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "accelerate" in loaded  # which may look for others, and must not load them
+    assert not loaded & set(NOT_IN_TRAINING)
+
+
+TRAIN_WITHOUT = """
+import sys
+for name in {blocked!r}:
+    sys.modules[name] = None  # looks not installed: no spec to find, and importing it fails
+from data_pipeline.config import load_config
+from pretrain.config import Config
+from pretrain.train import train
+train(load_config(Config, sys.argv[1], sys.argv[2:]))
+"""
+
+
+def test_two_steps_of_training_and_the_export_run_with_nothing_else_installed(
+    prepared, tmp_path
+) -> None:
+    done = run_python(
+        TRAIN_WITHOUT.format(blocked=NOT_IN_TRAINING),
+        prepared / "config.yaml",
+        f"run_dir={tmp_path / 'run'}",
+        "train.max_steps=2",
+        "train.warmup_steps=1",
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/checkpoints/step-00000002/manifest.json").exists()
+    assert (tmp_path / "run/export/model.safetensors").exists()
+    assert "eval/mlm_loss" in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+# -------------------------------------------------------------------------------- for a reader
+
+
+def test_every_module_and_script_opens_with_a_docstring() -> None:
+    trees = MODULES | read_modules("scripts")
+    assert not [name for name, tree in trees.items() if not ast.get_docstring(tree)]
+
+
+def test_every_function_that_another_module_imports_has_a_docstring() -> None:
+    """Those are the public ones; a helper beside its only caller may speak for itself."""
+    public = {
+        (node.module, alias.name)
+        for tree in (MODULES | read_modules("scripts")).values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES
+        for alias in node.names
+    }
+    functions = [
+        (name, node)
+        for name, tree in MODULES.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and (name, node.name) in public
+    ]
+    assert len(functions) > 30
+    bare = [f"{name}.{f.name}" for name, f in functions if not ast.get_docstring(f)]
+    assert not bare, "no docstring: " + ", ".join(bare)
+
+
+def test_the_training_loop_fits_on_one_screen() -> None:
+    """Forward, loss, backward, clip, update: from `for step` to what happens once in a while."""
+    lines = (ROOT / "pretrain/train.py").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    for step"))
+    end = next(i for i, line in enumerate(lines) if line.strip() == "# once in a while")
+    body = "\n".join(lines[start:end])
+    for step in ("model(", "pretraining_loss(", "backward(", "clip_grad_norm_(", "update("):
+        assert step in body, step
+    assert end - start <= 40
