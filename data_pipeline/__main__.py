@@ -11,7 +11,7 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--workers", type=int, help="processes; default: one a core")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = load_config(
         DataConfig, args.config, args.overrides, others=("model", "train", "tracking")
     )

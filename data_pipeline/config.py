@@ -36,7 +36,7 @@ class DatasetConfig:
 class CorpusConfig:
     source: str | None = None
     """`python-docs`: the English prose that the installation itself carries."""
-    files: Any = field(default_factory=list)
+    files: Any = None
     """Text or JSONL files or globs, also .gz, .bz2, .xz, .zst: one or a list."""
     dataset: DatasetConfig | None = None
     """Anything that `datasets.load_dataset` reads, streamed."""
@@ -57,13 +57,16 @@ class CorpusConfig:
     def validate(self) -> None:
         given = [bool(self.source), bool(self.files), self.dataset is not None]
         check(sum(given) == 1, "corpus needs exactly one of source, files and dataset")
+        names = [self.files] if isinstance(self.files, str) else self.files or []
+        are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        check(are_names, f"corpus.files is {self.files!r}; it can be a file or a list of files")
         check(self.source in (None, "python-docs"), f"corpus.source {self.source!r}: python-docs")
         check_choice("corpus.layout", self.layout, ("auto", "blank_line", "line", "file", "jsonl"))
         check_choice("corpus.errors", self.errors, ("strict", "replace"))
         check(0 <= self.held_out < 1, f"corpus.held_out {self.held_out} is not in [0, 1)")
         try:
             "".encode(self.encoding)
-        except LookupError:
+        except (LookupError, UnicodeError):
             raise UserError(
                 f"corpus.encoding {self.encoding!r} is not one that Python knows"
             ) from None
@@ -111,7 +114,8 @@ class PairsConfig:
         check_choice("data.masking", self.masking, ("whole_word", "token"))
         check(0 < self.masked_lm_prob < 1, "data.masked_lm_prob is not in (0, 1)")
         check(0 <= self.short_seq_prob < 1, "data.short_seq_prob is not in [0, 1)")
-        check((self.max_predictions_per_seq or 1) >= 1, "data.max_predictions_per_seq is below 1")
+        bound = self.max_predictions_per_seq
+        check(bound is None or bound >= 1, "data.max_predictions_per_seq is below 1")
 
 
 @dataclass
@@ -123,8 +127,11 @@ class DataConfig:
     seed: int = 0
     """Seed of everything that is drawn."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    """Where the text comes from."""
     vocab: VocabConfig = field(default_factory=VocabConfig)
+    """The vocabulary to make of it."""
     data: PairsConfig = field(default_factory=PairsConfig)
+    """Pairs of sentences and masks."""
 
     def validate(self) -> None:
         check(0 <= self.seed < 2**63, f"seed {self.seed} is not in [0, 2**63)")
@@ -155,37 +162,34 @@ def load_config(
         given = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"no config at {path}") from None
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a readable YAML file: {error}") from None
     if not isinstance(given, DictConfig):
         raise UserError(f"{path} is not a mapping of sections; see configs/quickstart.yaml")
+    layers = [(given, path)]
     for item in overrides:
         name, equals, _ = item.partition("=")
         if not equals or name.startswith("-"):
             raise UserError(f"{item!r} is not key=value, such as train.max_steps=1000")
-    for layer, origin in ((given, path), (OmegaConf.from_dotlist(list(overrides)), "command line")):
-        for section in set(others) & set(layer):
-            del layer[section]
-        check_keys(schema, layer, origin)
+        try:
+            layers.append((OmegaConf.from_dotlist([item]), "command line"))
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
+            raise UserError(f"{item!r} is not key=value: {error}") from None
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(schema),
-            given,
-            OmegaConf.from_dotlist(list(own(overrides, others))),
-        )
+        for layer, origin in layers:
+            for section in set(others) & set(layer):
+                del layer[section]
+            check_keys(schema, layer, origin)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), *(layer for layer, _ in layers))
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}, key {error.full_key or '?'}: {reason}") from None
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping
+        reason, key = str(error).splitlines()[0], getattr(error, "full_key", None)
+        raise UserError(f"{path}, key {key or '?'}: {reason}") from None
     try:
         config.validate()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return config
-
-
-def own(overrides: list[str], others: tuple[str, ...]) -> list[str]:
-    return [item for item in overrides if item.partition("=")[0].split(".")[0] not in others]
 
 
 def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -> None:

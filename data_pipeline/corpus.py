@@ -25,6 +25,7 @@ from data_pipeline.errors import UserError
 PIECE_BYTES = 16 << 20  # of a plain file: what one worker reads at a time
 BLOCK_BYTES = 1 << 20
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -66,8 +67,9 @@ def list_pieces(corpus: CorpusConfig) -> list[Piece]:
     pieces = []
     for path in paths:
         size, version = os.path.getsize(path), sample_hash(path)
-        for start, end in byte_ranges(path, layout, size):
-            pieces.append(Piece(path, "jsonl" if is_jsonl(path) else layout, start, end, version))
+        file_layout = "jsonl" if corpus.layout == "auto" and is_jsonl(path) else layout
+        for start, end in byte_ranges(path, file_layout, size, corpus.encoding):
+            pieces.append(Piece(path, file_layout, start, end, version))
     return pieces
 
 
@@ -89,7 +91,7 @@ def list_files(patterns: list[str]) -> list[str]:
 
 def sample_hash(path: str) -> str:
     """A hash of a file's size, start and end: enough to notice that it is another file."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         digest = hashlib.blake2b(file.read(BLOCK_BYTES), digest_size=16)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - BLOCK_BYTES))
@@ -106,18 +108,20 @@ def detect_layout(paths: list[str], corpus: CorpusConfig) -> str:
     one."""
     for path in paths:
         with open_bytes(path) as file:
-            head = read(file, BLOCK_BYTES, path).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if not is_jsonl(path) and BLANK_LINE.search(head.strip()):
+            head = read(file, BLOCK_BYTES, path).decode(corpus.encoding, "replace")
+        head = head.replace("\r\n", "\n").replace("\r", "\n").strip()
+        if not is_jsonl(path) and BLANK_LINE.search(head.encode("utf-8", "replace")):
             return "blank_line"
     return "file" if len(paths) > 1 else "line"
 
 
-def byte_ranges(path: str, layout: str, size: int) -> list[tuple[int, int | None]]:
+def byte_ranges(path: str, layout: str, size: int, encoding: str) -> list[tuple[int, int | None]]:
     """Ranges of about `PIECE_BYTES` that end between documents; one for a file that cannot be
     cut."""
-    if os.path.splitext(path)[1] in (*OPENERS, ".zst") or layout == "file" or size <= PIECE_BYTES:
+    whole = os.path.splitext(path)[1] in (*OPENERS, ".zst") or layout == "file"
+    if whole or size <= PIECE_BYTES or "\n".encode(encoding) != b"\n":  # UTF-16 has wide line ends
         return [(0, None)]
-    boundary = BLANK_LINE if layout == "blank_line" and not is_jsonl(path) else re.compile(rb"\n")
+    boundary = BLANK_LINE if layout == "blank_line" else re.compile(rb"\n")
     cuts = [0]
     with open(path, "rb") as file:
         while (cut := next_match(file, cuts[-1] + PIECE_BYTES, boundary)) is not None:
@@ -133,6 +137,8 @@ def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
         seen += block
         if match := pattern.search(seen):
             return start + match.end()
+        rest = seen[len(seen.rstrip()) :]  # white space may be the start of a match
+        start, seen = start + len(seen) - len(rest), rest
     return None
 
 
@@ -178,10 +184,13 @@ def read_text(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
             block = read(file, wanted, piece.path)
             try:
                 text = pending + decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                offset = position - (len(error.object) - len(block)) + error.start
+            except UnicodeError as error:
+                offset, reason = position, str(error)  # UTF-16 without its mark
+                if isinstance(error, UnicodeDecodeError):
+                    offset += len(block) - len(error.object) + error.start
+                    reason = error.reason
                 raise UserError(
-                    f"{piece.path}: byte {offset} is not {corpus.encoding} ({error.reason}); "
+                    f"{piece.path}: byte {offset} is not {corpus.encoding} ({reason}); "
                     "convert the file, set corpus.encoding, or set corpus.errors=replace"
                 ) from None
             if position == 0:
@@ -230,7 +239,7 @@ def read_jsonl(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
             text = json.loads(line)[corpus.text_field]
             if not isinstance(text, str):
                 raise TypeError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             where = f"{piece.path}: JSON line {number}" + (
                 f" after byte {piece.start}" if piece.start else ""
             )
@@ -238,23 +247,58 @@ def read_jsonl(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
                 f"{where} is not an object with a text field {corpus.text_field!r}: {line[:80]!r}; "
                 "set corpus.text_field, or corpus.layout if these are not JSON lines"
             ) from None
+        text = SURROGATE.sub("\ufffd", text)  # half a character, as \\ud83d in JSON
         yield re.sub(r"\n\s*\n", "\n", sound(text))
+
+
+class ZstdFile(io.RawIOBase):
+    """The decompressed bytes of a .zst file; raises `EOFError` if it was cut off, which
+    zstandard's own reader takes for the end."""
+
+    def __init__(self, file: BinaryIO):
+        import zstandard
+
+        self.file, self.new_frame = file, zstandard.ZstdDecompressor().decompressobj
+        self.frame, self.packed, self.ready = self.new_frame(), b"", memoryview(b"")
+        self.inside = False  # a frame
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.ready:
+            self.packed = self.packed or self.file.read(1 << 17)
+            if not self.packed:
+                if self.inside:
+                    raise EOFError("it ends before its last frame does")
+                return 0
+            self.ready, self.inside = memoryview(self.frame.decompress(self.packed)), True
+            self.packed = b""
+            if self.frame.eof:
+                self.packed, self.frame = self.frame.unused_data, self.new_frame()
+                self.inside = False
+        n = min(len(buffer), len(self.ready))
+        buffer[:n], self.ready = self.ready[:n], self.ready[n:]
+        return n
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def open_file(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except PermissionError:
+        raise UserError(f"corpus file {path} may not be read; check its permissions") from None
 
 
 def open_bytes(path: str) -> BinaryIO:
     """The (decompressed) bytes of a file; a plain file can seek."""
-    suffix = os.path.splitext(path)[1]
-    try:
-        if suffix == ".zst":
-            import zstandard
-
-            raw = zstandard.ZstdDecompressor().stream_reader(
-                open(path, "rb"), read_across_frames=True, closefd=True
-            )
-            return io.BufferedReader(raw, BLOCK_BYTES)
-        return OPENERS.get(suffix, open)(path, "rb")
-    except PermissionError:
-        raise UserError(f"corpus file {path} may not be read; check its permissions") from None
+    suffix, file = os.path.splitext(path)[1], open_file(path)
+    if suffix == ".zst":
+        return io.BufferedReader(ZstdFile(file), BLOCK_BYTES)
+    return OPENERS[suffix](file) if suffix in OPENERS else file
 
 
 def read(file: BinaryIO, size: int, path: str) -> bytes:

@@ -20,10 +20,15 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            message = f"no space left for {error.filename or 'the output'}: free some and run the "
+            message += "same command again; what was complete before is kept"
+        elif error.filename and isinstance(
+            error, (PermissionError, NotADirectoryError, FileExistsError)
+        ):
+            message = f"{error.filename} cannot be read or written: {error.strerror}"
+        else:
             raise
-        message = f"no space left for {error.filename or 'the output'}: free some and run the same "
-        message += "command again; what was complete before is kept"
     else:
         return
     print("error: " + " ".join(message.split()), file=sys.stderr)

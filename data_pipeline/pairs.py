@@ -80,28 +80,23 @@ def draw_pairs(
     document = segments.document[starts]
     order = key(seed, epoch, 1)
     if objective == "none":
-        pairs = make_pairs(edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros(len(starts)))
-        return shuffle(pairs, order)
+        return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros(len(starts)))
     middle, inside = split_chunks(store, segments, starts, edges, key(seed, epoch, 2))
     whole = np.flatnonzero(middle > edges[:-1])  # chunks of two words or more
     a_start, b_start, b_end = edges[:-1][whole], middle[whole], edges[1:][whole]
-    document, inside = document[whole], inside[whole]
-    label = np.zeros(len(whole), np.int8)
+    a_end, label = b_start.copy(), np.zeros(len(whole), np.int64)
+    draw = draws(key(seed, epoch, 3), np.arange(len(whole)))
     if objective == "sop":
-        swap = balanced(len(whole), key(seed, epoch, 3))
+        swap = np.argsort(draw, kind="stable")[: len(whole) // 2]
+        a_start[swap], b_start[swap] = b_start[swap], a_start[swap]
+        a_end[swap], b_end[swap] = b_end[swap], a_end[swap]
         label[swap] = 1
-        pairs = make_pairs(a_start, b_start, b_start, b_end, label)
-        first, second = pairs[["a_start", "a_end"]][swap], pairs[["b_start", "b_end"]][swap]
-        pairs["a_start"][swap], pairs["a_end"][swap] = second["b_start"], second["b_end"]
-        pairs["b_start"][swap], pairs["b_end"][swap] = first["a_start"], first["a_end"]
-        return shuffle(pairs, order)
-    givers, takers = exchange(document, b_end - b_start, inside, key(seed, epoch, 3))
-    label[takers] = 1
-    a_end = b_start.copy()
-    b_start[takers], b_end[takers] = b_start[givers], b_end[givers]
-    pairs = make_pairs(a_start, a_end, b_start, b_end, label)
-    truncate(store, pairs, max_tokens)
-    return shuffle(pairs, order)
+    else:
+        givers, takers = exchange(document[whole], b_end - b_start, inside[whole], draw)
+        b_start[takers], b_end[takers] = b_start[givers], b_end[givers]
+        label[takers] = 1
+        truncate(store, a_start, a_end, b_start, b_end, max_tokens)
+    return shuffle(order, a_start, a_end, b_start, b_end, label)
 
 
 def chunk_starts(
@@ -187,7 +182,7 @@ def word_near(
 
 
 def exchange(
-    document: np.ndarray, length: np.ndarray, inside: np.ndarray, stream: np.uint64
+    document: np.ndarray, length: np.ndarray, inside: np.ndarray, draw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(givers, takers): chunk `takers[i]` gets the B of `givers[i]`; half of all chunks, none from
     its document.
@@ -198,33 +193,50 @@ def exchange(
     """
     n = len(document)
     check_documents(document)
-    draw = draws(stream, np.arange(n))
-    by_length = np.lexsort((draw, length, inside))
+    numbers = np.arange(n)
+    by_length = sort_packed(inside, length, draw=draw, last=numbers)
+    document, draw = document[by_length], draw[by_length]
     size = BUCKET
     while True:
-        bucket = np.empty(n, np.int64)
-        bucket[by_length] = np.minimum(np.arange(n) // size, max(n // size - 1, 0))
-        # in each bucket, chunks in order of document, and their place in it
-        order = np.lexsort((draw, document, bucket))
-        runs = run_starts(bucket[order], document[order])
-        place = np.arange(n) - np.maximum.accumulate(np.where(runs, np.arange(n), 0))
+        bucket = np.minimum(numbers // size, max(n // size - 1, 0))
+        first = bucket * size
         places = np.bincount(bucket) // 2  # chunks of each bucket that exchange
-        over = place >= (places // 2)[bucket[order]]
-        # the first half of each bucket, those over their document's limit last
-        chosen_order = np.lexsort((draw[order], over, bucket[order]))
-        rank = np.empty(n, np.int64)
-        firsts = np.cumsum(np.bincount(bucket)) - np.bincount(bucket)
-        rank[chosen_order] = np.arange(n) - firsts[bucket[order][chosen_order]]
-        chosen = rank < places[bucket[order]]
+        # in each bucket by document, and which of them are over their document's limit
+        by_document = first + sort_packed(bucket, document, draw=draw, last=numbers - first)
+        runs = run_starts(bucket, document[by_document])
+        over = numbers - np.maximum.accumulate(np.where(runs, numbers, 0)) >= (places // 2)[bucket]
+        # half of them, those over the limit last
+        chosen_first = sort_packed(bucket, over, draw=draw[by_document], last=numbers - first)
+        chosen = np.zeros(n, bool)
+        chosen[(first + chosen_first)[numbers - first < places[bucket]]] = True
         if not (chosen & over).any():
             break
         if size >= n:
             raise AssertionError("check_documents lets no such corpus pass")
         size *= 2  # some document has more than three quarters of a bucket
-    takers = order[chosen]
-    firsts = (np.cumsum(places) - places)[bucket[takers]]
-    turned = np.arange(len(takers)) - firsts + (places // 2)[bucket[takers]]
-    return takers[firsts + turned % places[bucket[takers]]], takers
+    takers = by_length[by_document[chosen]]
+    places_before = (np.cumsum(places) - places)[bucket[chosen]]
+    places = places[bucket[chosen]]
+    turned = (np.arange(len(takers)) - places_before + places // 2) % places
+    return takers[places_before + turned], takers
+
+
+def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Sort rows by the columns, then by `draw`, then by `last`; returns `last` in that order.
+
+    All in one integer a row, which sorts ten times as fast as rows: of `draw`, random uint64, as
+    many bits as the others, non-negative, leave.
+    """
+    bits = [int(column.max()).bit_length() for column in (*columns, last)]
+    room = max(64 - sum(bits), 0)
+    packed = np.zeros(len(last), np.uint64)
+    for column, size in zip(columns, bits, strict=False):
+        packed = (packed << np.uint64(size)) | column.astype(np.uint64)
+    if room:
+        packed = (packed << np.uint64(room)) | (draw >> np.uint64(64 - room))
+    packed = (packed << np.uint64(bits[-1])) | last.astype(np.uint64)
+    packed.sort()
+    return (packed & np.uint64(2 ** bits[-1] - 1)).astype(np.int64)
 
 
 def run_starts(*columns: np.ndarray) -> np.ndarray:
@@ -246,29 +258,30 @@ def check_documents(document: np.ndarray) -> None:
         )
 
 
-def balanced(n: int, stream: np.uint64) -> np.ndarray:
-    """Half of 0..n-1, drawn."""
-    return np.argsort(draws(stream, np.arange(n)), kind="stable")[: n // 2]
-
-
-def truncate(store: TokenStore, pairs: np.ndarray, max_tokens: int) -> None:
+def truncate(
+    store: TokenStore,
+    a_start: np.ndarray,
+    a_end: np.ndarray,
+    b_start: np.ndarray,
+    b_end: np.ndarray,
+    max_tokens: int,
+) -> None:
     """Shorten pairs of more than `max_tokens`: the longer segment loses whole words at its end."""
-    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+    a, b = a_end - a_start, b_end - b_start
     for i in np.flatnonzero(a + b > max_tokens):
-        longer, shorter = ("a", b[i]) if a[i] > b[i] else ("b", a[i])
-        start = pairs[f"{longer}_start"][i]
-        limit = start + max_tokens - shorter
+        longer = (a_start, a_end) if a[i] > b[i] else (b_start, b_end)
+        start = longer[0][i]
+        limit = start + max_tokens - min(a[i], b[i])
         words = np.flatnonzero(store.starts_word(np.arange(start + 1, limit + 1)))
         # only a word longer than half a sequence is cut inside
-        pairs[f"{longer}_end"][i] = start + 1 + words[-1] if len(words) else limit
+        longer[1][i] = start + 1 + words[-1] if len(words) else limit
 
 
-def make_pairs(a_start, a_end, b_start, b_end, label) -> np.ndarray:
-    pairs = np.empty(len(a_start), PAIR)
-    for name, column in zip(PAIR.names, (a_start, a_end, b_start, b_end, label), strict=True):
-        pairs[name] = column
+def shuffle(stream: np.uint64, *columns: np.ndarray) -> np.ndarray:
+    """A `PAIR` array of the columns, its rows in an order drawn from `stream`."""
+    numbers = np.arange(len(columns[0]))
+    order = sort_packed(draw=draws(stream, numbers), last=numbers)
+    pairs = np.empty(len(order), PAIR)
+    for name, column in zip(PAIR.names, columns, strict=True):
+        pairs[name] = column[order]
     return pairs
-
-
-def shuffle(pairs: np.ndarray, stream: np.uint64) -> np.ndarray:
-    return pairs[np.argsort(draws(stream, np.arange(len(pairs))), kind="stable")]

@@ -46,8 +46,9 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
                 f"{data_dir} was built from another corpus or with other settings of corpus or "
                 f"vocab; choose another data_dir, or delete {data_dir}"
             )
-        print(f"store: {store_dir} is there already")
-        return
+        if (vocab_dir / "vocab.txt").exists():
+            print(f"store: {store_dir} is there already")
+            return
 
     # scan: text -> numbered words
     remove_others(work_dir, key)

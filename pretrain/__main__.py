@@ -12,7 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = load_config(Config, args.config, args.overrides)
 
     from pretrain.train import train  # after the config: a mistake in it shows at once

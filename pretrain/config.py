@@ -1,6 +1,7 @@
 """The config of a run: the data's sections, and the model's, the training's and the tracking's."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from data_pipeline.config import DataConfig, check, check_choice
 
@@ -38,6 +39,8 @@ class ModelConfig:
     """Learned embeddings of absolute positions, BERT's."""
 
     def validate(self) -> None:
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+            check(getattr(self, name) >= 1, f"model.{name} is below 1")
         check(
             self.hidden_size % self.num_attention_heads == 0,
             f"model.hidden_size {self.hidden_size} is not a multiple of "
@@ -58,8 +61,6 @@ class ModelConfig:
         )
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             check(0 <= getattr(self, name) < 1, f"model.{name} is not in [0, 1)")
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
-            check(getattr(self, name) >= 1, f"model.{name} is below 1")
 
 
 @dataclass
@@ -107,7 +108,7 @@ class TrainConfig:
         counts = "max_steps global_batch_size micro_batch_size log_every eval_every eval_examples"
         for name in (counts + " save_every keep_checkpoints timeout_s").split():
             check(getattr(self, name) >= 1, f"train.{name} {getattr(self, name)} is below 1")
-        check(self.learning_rate > 0, "train.learning_rate is not above 0")
+        check(0 < self.learning_rate < inf, "train.learning_rate is not a number above 0")
         check(
             0 <= self.warmup_steps < self.max_steps,
             f"train.warmup_steps {self.warmup_steps} is not below train.max_steps {self.max_steps}",
@@ -128,8 +129,11 @@ class TrackingConfig:
 @dataclass
 class Config(DataConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
+    """The encoder."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """How it is trained."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Who is told about it."""
 
     def validate(self) -> None:
         super().validate()

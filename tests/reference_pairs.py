@@ -1,0 +1,343 @@
+"""The rules of pairs, masks and batches once more, slowly: integers, lists and loops, no numpy.
+
+Written from the rules, not from the vectorised code: jumps are followed one by one, a bucket is a
+list, a hash is a Python integer. Also stores made in memory from word lengths, for shapes that the
+real text lacks. A corpus is a list of documents, a document a list of sentences, a sentence a list
+of words, a word its number of pieces.
+"""
+
+import random
+
+import numpy as np
+
+from data_pipeline.token_store import TokenStore, Vocabulary
+
+Corpus = list[list[list[int]]]
+FULL = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+SPECIAL_COUNT = {"nsp": 3, "sop": 3, "none": 2}
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+
+def small_vocabulary(words: int = 40, continuations: int = 20) -> Vocabulary:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]"]
+    pieces += [f"w{i}" for i in range(words)] + [f"##p{i}" for i in range(continuations)]
+    return Vocabulary(
+        pieces=pieces,
+        sha256="0" * 64,
+        continues=np.array([piece.startswith("##") for piece in pieces]),
+        ordinary=np.arange(7, len(pieces)),
+    )
+
+
+def make_store(corpus: Corpus, shards: int = 1) -> TokenStore:
+    """`corpus` as a store in memory, its documents dealt to `shards` shards; tokens are drawn."""
+    store = TokenStore.__new__(TokenStore)
+    store.vocabulary = small_vocabulary()
+    draw = random.Random(0)
+    tokens, sentence_offsets, document_offsets, ends = [], [0], [0], [0]
+    for document in corpus:
+        for sentence in document:
+            for pieces in sentence:
+                tokens.append(draw.randrange(7, 47))
+                tokens += [draw.randrange(47, 67) for _ in range(pieces - 1)]
+            sentence_offsets.append(len(tokens))
+        document_offsets.append(len(sentence_offsets) - 1)
+        ends.append(len(tokens))
+    cuts = [ends[len(corpus) * i // shards] for i in range(shards + 1)]
+    whole = np.array(tokens, np.uint16)
+    store.tokens = [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    store.shard_starts = np.array(cuts)
+    store.sentence_offsets = np.array(sentence_offsets, np.int64)
+    store.document_offsets = np.array(document_offsets, np.int64)
+    return store
+
+
+def corpus_of(store: TokenStore) -> Corpus:
+    """The word lengths of a store, read from its pieces."""
+    tokens = [int(token) for shard in store.tokens for token in shard]
+    sentences = []
+    for start, end in zip(store.sentence_offsets, store.sentence_offsets[1:], strict=False):
+        words: list[int] = []
+        for token in tokens[start:end]:
+            if store.vocabulary.pieces[token].startswith("##"):
+                words[-1] += 1
+            else:
+                words.append(1)
+        sentences.append(words)
+    offsets = store.document_offsets
+    return [sentences[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+
+
+# --- hashing --------------------------------------------------------------------------------------
+
+
+def mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & FULL
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & FULL
+    return x ^ (x >> 31)
+
+
+def key(*parts: int) -> int:
+    value = 0
+    for part in parts:
+        value = mix((value + part * GOLDEN + GOLDEN) & FULL)
+    return value
+
+
+def draw(stream: int, counter: int) -> int:
+    return mix(((counter + 1) * GOLDEN + stream) & FULL)
+
+
+def below(value: int, limit: int) -> int:
+    return ((value >> 32) * limit) >> 32
+
+
+def unit(value: int) -> float:
+    return (value >> 11) * 2.0**-53
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+class NotPossible(Exception):
+    """The documents cannot give a random B to half of the pairs."""
+
+
+def segments_of(corpus: Corpus, max_tokens: int) -> tuple[list[tuple[int, int, int]], set[int]]:
+    """((start, end, document) of each segment, all places where a word starts)."""
+    segments, word_starts, place = [], set(), 0
+    for number, document in enumerate(corpus):
+        for sentence in document:
+            start = place
+            for pieces in sentence:
+                word_starts.add(place)
+                place += pieces
+            while place - start > max_tokens:
+                cut = start + max_tokens
+                while cut > start and cut not in word_starts:
+                    cut -= 1
+                cut = cut if cut > start else start + max_tokens  # a giant word
+                segments.append((start, cut, number))
+                start = cut
+            segments.append((start, place, number))
+    return segments, word_starts
+
+
+def chunks_of(
+    segments: list[tuple[int, int, int]], max_tokens: int, short_seq_prob: float, stream: int
+) -> list[list[int]]:
+    """Chunks, each a list of segment numbers."""
+    chunks, i = [], 0
+    while i < len(segments):
+        start, _, document = segments[i]
+        value = draw(stream, i)
+        target = max_tokens
+        if i == 0 or segments[i - 1][2] != document:
+            target = max_tokens // 2 + below(value, max_tokens - max_tokens // 2 + 1)
+        if value % 65536 < round(short_seq_prob * 65536):
+            target = 2 + below(value, max_tokens - 1)
+        chunk = [i]
+        i += 1
+        while i < len(segments) and segments[i][2] == document and segments[i][1] - start <= target:
+            chunk.append(i)
+            i += 1
+        chunks.append(chunk)
+    sizes = [len(chunk) for chunk in chunks]
+    for k in range(1, len(chunks)):
+        last, only = chunks[k - 1][-1], chunks[k][0]
+        if (
+            sizes[k] == 1
+            and sizes[k - 1] >= 3
+            and segments[last][2] == segments[only][2]
+            and segments[only][1] - segments[last][0] <= max_tokens
+        ):
+            chunks[k].insert(0, chunks[k - 1].pop())
+    return chunks
+
+
+def split_at(
+    chunk: list[int], segments: list[tuple[int, int, int]], word_starts: set[int], stream: int
+) -> int | None:
+    """Where B starts; None if the chunk is one word."""
+    value = draw(stream, chunk[0])
+    if len(chunk) > 1:
+        return segments[chunk[1 + below(value, len(chunk) - 1)]][0]
+    start, end, _ = segments[chunk[0]]
+    place = start + 1 + below(value, max(end - start - 1, 1))
+    after = [p for p in range(place, end) if p in word_starts]
+    before = [p for p in range(start + 1, min(place, end)) if p in word_starts]
+    return after[0] if after else before[-1] if before else None
+
+
+def exchanged(
+    documents: list[int], lengths: list[int], inside: list[bool], stream: int, bucket_size: int
+) -> dict[int, int]:
+    """taker -> giver of its B, by chunk number."""
+    n = len(documents)
+    largest = max((documents.count(d) for d in set(documents)), default=0)
+    if n < 4 or n - largest < n // 2 - n // 2 // 2:
+        raise NotPossible(n, largest)
+    order = sorted(range(n), key=lambda i: (inside[i], lengths[i], draw(stream, i)))
+    size = bucket_size
+    while True:
+        count = max(n // size, 1)
+        buckets = [order[i * size : (i + 1) * size if i < count - 1 else n] for i in range(count)]
+        taken = [exchanged_in(bucket, documents, stream) for bucket in buckets]
+        if None not in taken:
+            return {taker: giver for part in taken for taker, giver in part.items()}
+        assert size < n, "one bucket of all chunks must do"
+        size *= 2
+
+
+def exchanged_in(bucket: list[int], documents: list[int], stream: int) -> dict[int, int] | None:
+    """taker -> giver in one bucket; None if a document has too much of it."""
+    places = len(bucket) // 2
+    if len(set(documents)) == 2:
+        places -= places % 2  # as many B's must go from one document to the other as come back
+    within, over, seen = [], [], {}
+    for i in sorted(bucket, key=lambda i: (documents[i], draw(stream, i))):
+        seen[documents[i]] = seen.get(documents[i], 0) + 1
+        (within if seen[documents[i]] <= places // 2 else over).append(i)
+    if len(within) < places:
+        return None
+    takers = sorted(within, key=lambda i: draw(stream, i))[:places]
+    takers.sort(key=lambda i: (documents[i], draw(stream, i)))
+    return {taker: takers[(i + places // 2) % places] for i, taker in enumerate(takers)}
+
+
+def truncated(pair: list[int], word_starts: set[int], max_tokens: int) -> list[int]:
+    """The longer segment loses words at its end, and then, if both pass half, the other."""
+    for _ in range(2):
+        a, b = pair[1] - pair[0], pair[3] - pair[2]
+        if a + b <= max_tokens:
+            break
+        start, end = (0, 1) if a > b else (2, 3)
+        limit = pair[start] + max(max_tokens - min(a, b), max_tokens // 2)
+        cut = limit
+        while cut > pair[start] and cut not in word_starts:
+            cut -= 1
+        pair[end] = cut if cut > pair[start] else limit
+    return pair
+
+
+def reference_pairs(
+    corpus: Corpus,
+    *,
+    max_seq_length: int,
+    objective: str,
+    short_seq_prob: float,
+    seed: int,
+    epoch: int,
+    bucket_size: int,
+) -> list[tuple[int, ...]]:
+    """What `draw_pairs` must give, as tuples; raises `NotPossible`."""
+    max_tokens = max_seq_length - SPECIAL_COUNT[objective]
+    segments, word_starts = segments_of(corpus, max_tokens)
+    chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
+    halves, documents, inside = [], [], []
+    for chunk in chunks:
+        start, end = segments[chunk[0]][0], segments[chunk[-1]][1]
+        if objective == "none":
+            halves.append([start, end, end, end])
+            continue
+        middle = split_at(chunk, segments, word_starts, key(seed, epoch, 2))
+        if middle is not None:
+            halves.append([start, middle, middle, end])
+            documents.append(segments[chunk[0]][2])
+            inside.append(len(chunk) == 1)
+    labels = [0] * len(halves)
+    if objective == "sop":
+        stream = key(seed, epoch, 3)
+        for i in sorted(range(len(halves)), key=lambda i: draw(stream, i))[: len(halves) // 2]:
+            halves[i], labels[i] = halves[i][2:] + halves[i][:2], 1
+    if objective == "nsp":
+        lengths = [half[3] - half[2] for half in halves]
+        givers = exchanged(documents, lengths, inside, key(seed, epoch, 3), bucket_size)
+        before = [list(half) for half in halves]
+        for taker, giver in givers.items():
+            halves[taker], labels[taker] = before[taker][:2] + before[giver][2:], 1
+        halves = [truncated(half, word_starts, max_tokens) for half in halves]
+    pairs = [(*half, label) for half, label in zip(halves, labels, strict=True)]
+    stream = key(seed, epoch, 1)
+    return [pairs[i] for i in sorted(range(len(pairs)), key=lambda i: draw(stream, i))]
+
+
+# --- masks and batches ----------------------------------------------------------------------------
+
+
+def reference_chosen(
+    word_lengths: list[int], stream: int, masked_lm_prob: float, max_predictions: int | None
+) -> list[int]:
+    """The words of one sequence to predict: those that start on an arc of the circle of words, from
+    the arc's start on for as long as `max_predictions` lasts."""
+    circle = sum(word_lengths)
+    order = sorted(range(len(word_lengths)), key=lambda i: (draw(stream, i + 1) >> 40, i))
+    turn = unit(draw(stream, 0)) * circle
+    positions, before = [], 0
+    for i in order:
+        position = before + turn
+        positions.append((position - circle if position >= circle else position, i))
+        before += word_lengths[i]
+    chosen, used = [], 0
+    for position, i in sorted(positions):
+        used += word_lengths[i]
+        if position >= masked_lm_prob * circle:
+            break
+        if max_predictions is not None and used > max_predictions:
+            break
+        chosen.append(i)
+    return sorted(chosen)
+
+
+def reference_replaced(
+    token: int, word: int, within: int, stream: int, mask_id: int, ordinary: list[int]
+) -> int:
+    """What stands in the place of piece `within` of word `word`."""
+    fate = unit(draw(FULL - stream, word))
+    if fate < 0.8:
+        return mask_id
+    if fate < 0.8 + 0.1:
+        value = draw(FULL - stream, (word + 1) * 2**20 + within)
+        return ordinary[below(value, len(ordinary))]
+    return token
+
+
+def reference_example(
+    store: TokenStore,
+    pair: tuple[int, ...],
+    stream: int,
+    *,
+    objective: str,
+    masking: str,
+    masked_lm_prob: float,
+    max_predictions: int | None,
+) -> dict[str, list[int]]:
+    """One sequence: its ids, types, masked positions and labels."""
+    text = [int(token) for shard in store.tokens for token in shard]
+    segments = [text[pair[0] : pair[1]]]
+    if objective != "none":
+        segments.append(text[pair[2] : pair[3]])
+    ids, types, words = [2], [0], []
+    for number, segment in enumerate(segments):
+        for place, token in enumerate(segment):
+            joins = store.vocabulary.pieces[token].startswith("##") and masking == "whole_word"
+            if joins and place > 0:
+                words[-1].append(len(ids))
+            else:
+                words.append([len(ids)])
+            ids.append(token)
+            types.append(number)
+        ids.append(3)
+        types.append(number)
+    chosen = reference_chosen([len(w) for w in words], stream, masked_lm_prob, max_predictions)
+    positions = [place for word in chosen for place in words[word]]
+    labels = [ids[place] for place in positions]
+    for word in chosen:
+        for within, place in enumerate(words[word]):
+            ids[place] = reference_replaced(
+                ids[place], word, within, stream, 4, [int(i) for i in store.vocabulary.ordinary]
+            )
+    return {"ids": ids, "types": types, "masked": positions, "labels": labels, "label": pair[4]}

@@ -1,0 +1,377 @@
+"""Batches: a slow assembly of each example, and that example i of epoch e is the same whoever asks
+for it: alone, in any batch, on any rank, at any step, from any number of shards, prefetched or
+not."""
+
+import dataclasses
+import itertools
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_pairs import draw, key, make_store, reference_example
+
+from data_pipeline.batches import Batch, BatchSource, prefetch
+from data_pipeline.config import PairsConfig
+from data_pipeline.errors import UserError
+from data_pipeline.token_store import FORMAT, TokenStore
+
+SEED = 7
+DATA = PairsConfig(max_seq_length=64)
+
+
+def rows(*batches: Batch) -> list[dict[str, list[int]]]:
+    """The sequences of batches, each as lists, with places counted from its own start."""
+    out = []
+    for batch in batches:
+        edges = batch.cu_seqlens.tolist()
+        for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+            here = (batch.masked_positions >= start) & (batch.masked_positions < end)
+            out.append(
+                {
+                    "ids": batch.input_ids[start:end].tolist(),
+                    "types": batch.token_type_ids[start:end].tolist(),
+                    "masked": (batch.masked_positions[here] - start).tolist(),
+                    "labels": batch.masked_labels[here].tolist(),
+                    "label": int(batch.next_sentence_label[number]),
+                }
+            )
+    return out
+
+
+def same(one: Batch, other: Batch) -> bool:
+    values = [(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(Batch)]
+    return all(
+        torch.equal(a, b) and a.dtype == b.dtype if torch.is_tensor(a) else a == b
+        for a, b in values
+    )
+
+
+def unlimited(source: BatchSource, start: int, count: int) -> list[dict]:
+    return rows(source.batch(start, count))
+
+
+@pytest.fixture(scope="module")
+def source(store) -> BatchSource:
+    return BatchSource(store, DATA, SEED)
+
+
+# --- what a batch is ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+@pytest.mark.parametrize("masking", ["whole_word", "token"])
+@pytest.mark.parametrize("max_predictions", [None, 5])
+def test_a_batch_of_real_text_is_that_of_the_slow_assembly(
+    store, objective, masking, max_predictions
+) -> None:
+    data = PairsConfig(
+        max_seq_length=64,
+        objective=objective,
+        masking=masking,
+        max_predictions_per_seq=max_predictions,
+    )
+    source = BatchSource(store, data, SEED)
+    first = source.epoch_size(0) + 11  # in epoch 1
+    wanted = [
+        reference_example(
+            store,
+            source.pairs(1)[i].tolist(),
+            draw(key(SEED, 1, 4), i),
+            objective=objective,
+            masking=masking,
+            masked_lm_prob=0.15,
+            max_predictions=max_predictions,
+        )
+        for i in range(11, 31)
+    ]
+    assert unlimited(source, first, 20) == wanted
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    corpus=st.lists(
+        st.lists(
+            st.lists(st.one_of(st.just(1), st.integers(1, 30)), min_size=1, max_size=12),
+            min_size=1,
+            max_size=6,
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    objective=st.sampled_from(["nsp", "sop", "none"]),
+    masking=st.sampled_from(["whole_word", "token"]),
+)
+def test_a_batch_of_any_corpus_is_that_of_the_slow_assembly(corpus, objective, masking) -> None:
+    store = make_store(corpus)
+    data = PairsConfig(max_seq_length=16, objective=objective, masking=masking)
+    try:
+        source = BatchSource(store, data, SEED)
+        n = min(source.epoch_size(0), 12)
+    except UserError:
+        return
+    wanted = [
+        reference_example(
+            store,
+            source.pairs(0)[i].tolist(),
+            draw(key(SEED, 0, 4), i),
+            objective=objective,
+            masking=masking,
+            masked_lm_prob=0.15,
+            max_predictions=None,
+        )
+        for i in range(n)
+    ]
+    assert unlimited(source, 0, n) == wanted
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+def test_the_arrays_of_a_batch_agree_with_each_other(store, objective) -> None:
+    data = PairsConfig(max_seq_length=64, objective=objective)
+    batch = BatchSource(store, data, SEED).batch(5, 40)
+    lengths = batch.cu_seqlens.diff()
+    for item in dataclasses.fields(Batch):
+        value = getattr(batch, item.name)
+        assert not torch.is_tensor(value) or value.dtype == torch.int64
+    assert batch.cu_seqlens[0] == 0 and batch.cu_seqlens[-1] == len(batch.input_ids)
+    assert len(lengths) == len(batch.next_sentence_label) == 40
+    assert batch.max_length == lengths.max() <= 64
+    assert batch.sequence_ids.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
+    assert batch.position_ids.tolist() == [p for n in lengths for p in range(n)]
+    assert len(batch.masked_positions) == len(batch.masked_labels)
+    for row in rows(batch):
+        assert row["ids"][0] == 2 and row["ids"][-1] == 3
+        separators = [i for i, token in enumerate(row["ids"]) if token == 3]
+        if objective == "none":
+            assert len(separators) == 1 and not any(row["types"]) and row["label"] == 0
+        else:
+            after = len(row["ids"]) - separators[0] - 1
+            assert len(separators) == 2
+            assert row["types"] == [0] * (separators[0] + 1) + [1] * after
+
+
+def test_the_padded_view_is_the_batch_in_rows(source) -> None:
+    batch = source.batch(3, 9)
+    padded = batch.padded(pad_id=0)
+    shape = (9, batch.max_length)
+    assert torch.equal(padded["next_sentence_label"], batch.next_sentence_label)
+    for number, row in enumerate(rows(batch)):
+        n, rest = len(row["ids"]), shape[1] - len(row["ids"])
+        labels = [-100] * n
+        for place, label in zip(row["masked"], row["labels"], strict=True):
+            labels[place] = label
+        assert padded["input_ids"][number].tolist() == row["ids"] + [0] * rest
+        assert padded["token_type_ids"][number].tolist() == row["types"] + [0] * rest
+        assert padded["attention_mask"][number].tolist() == [1] * n + [0] * rest
+        assert padded["labels"][number].tolist() == labels + [-100] * rest
+    assert (batch.padded(pad_id=9)["input_ids"] == 9).sum() >= (padded["attention_mask"] == 0).sum()
+
+
+def test_a_batch_on_the_cpu_is_itself(source) -> None:
+    batch = source.batch(0, 2)
+    assert batch.to(torch.device("cpu")) is batch
+
+
+# --- the same example for everyone ----------------------------------------------------------------
+
+
+def test_an_example_is_the_same_alone_and_in_any_batch(store, source) -> None:
+    whole = unlimited(source, 0, 48)
+    assert [row for i in range(48) for row in unlimited(source, i, 1)] == whole
+    assert unlimited(source, 17, 13) == whole[17:30]
+    assert unlimited(BatchSource(store, DATA, SEED), 40, 8) == whole[40:]
+    assert unlimited(BatchSource(store, DATA, SEED + 1), 0, 48) != whole
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_shares_of_all_ranks_are_the_step(source, world_size, micro_batch_size) -> None:
+    for step in (0, 3):
+        shares = [source.step(step, 32, micro_batch_size, r, world_size) for r in range(world_size)]
+        assert [len(share) for share in shares] == [
+            32 // micro_batch_size // world_size
+        ] * world_size
+        batches = list(itertools.chain(*shares))
+        assert {len(batch.next_sentence_label) for batch in batches} == {micro_batch_size}
+        assert rows(*batches) == unlimited(source, step * 32, 32)
+
+
+def test_a_step_asked_cold_is_the_step_asked_after_others(store, source) -> None:
+    size = source.epoch_size(0)
+    late = 2 * size // 64 + 3  # in epoch 2
+    wanted = {}
+    warm = BatchSource(store, DATA, SEED)
+    for step in range(late + 1):
+        if step in (0, 1, size // 64, late):
+            wanted[step] = rows(*warm.step(step, 64, 32, 0, 1))
+    for step, expected in wanted.items():
+        assert rows(*BatchSource(store, DATA, SEED).step(step, 64, 32, 0, 1)) == expected
+    # and backwards, on one source
+    for step in sorted(wanted, reverse=True):
+        assert rows(*warm.step(step, 64, 32, 0, 1)) == wanted[step]
+
+
+def test_epochs_follow_each_other_without_gap_or_repeat(store) -> None:
+    source = BatchSource(store, DATA, SEED)
+    sizes = [source.epoch_size(epoch) for epoch in range(3)]
+    starts = np.cumsum([0, *sizes])
+    wanted = np.concatenate([source.pairs(epoch).copy() for epoch in range(3)])
+    found, streams = [], []
+    for start in range(0, starts[-1], 100):
+        pairs, stream = source.examples(start, min(100, int(starts[-1]) - start))
+        found.append(pairs)
+        streams.append(stream)
+    assert (np.concatenate(found) == wanted).all()
+    streams = np.concatenate(streams)
+    assert len(np.unique(streams)) == len(streams)  # no two examples share their masks
+    # one step over the border of two epochs, and one that is longer than an epoch
+    border = int(starts[1])
+    assert unlimited(source, border - 3, 8) == unlimited(source, border - 3, 3) + unlimited(
+        source, border, 5
+    )
+    pairs, _ = source.examples(border - 5, sizes[1] + 10)
+    assert (pairs == wanted[border - 5 : border + sizes[1] + 5]).all()
+
+
+def test_masks_of_the_same_text_are_drawn_afresh(store) -> None:
+    # with short_seq_prob 0 and single segments many examples come back in the next epoch
+    data = PairsConfig(max_seq_length=64, objective="none", short_seq_prob=0.0)
+    source = BatchSource(store, data, SEED)
+    epochs = []
+    for epoch in (0, 1):
+        first = sum(source.epoch_size(e) for e in range(epoch))
+        texts = {}
+        for row in unlimited(source, first, source.epoch_size(epoch)):
+            before = list(row["ids"])
+            for place, label in zip(row["masked"], row["labels"], strict=True):
+                before[place] = label
+            texts[tuple(before)] = tuple(row["masked"])
+        epochs.append(texts)
+    both = [text for text in set(epochs[0]) & set(epochs[1]) if len(text) > 30]
+    assert len(both) > 100
+    assert sum(epochs[0][text] == epochs[1][text] for text in both) < 0.02 * len(both)
+
+
+def test_known_epoch_sizes_change_nothing_but_the_work(store, source) -> None:
+    sizes = [source.epoch_size(epoch) for epoch in range(3)]
+    start = sizes[0] + sizes[1] + 5
+    cached = BatchSource(store, DATA, SEED, epoch_sizes=sizes)
+    assert same(cached.batch(start, 10), BatchSource(store, DATA, SEED).batch(start, 10))
+    assert list(cached.epochs) == [2]  # the epochs before were not drawn
+    sizes.append(0)  # the list given stays the caller's
+    assert len(cached.epoch_sizes) == 3
+
+
+def test_at_most_two_epochs_are_kept(store) -> None:
+    source = BatchSource(store, DATA, SEED)
+    for epoch in range(5):
+        source.batch(sum(source.epoch_size(e) for e in range(epoch)) + 1, 2)
+        assert len(source.epochs) <= 2
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def write_in_shards(store: TokenStore, folder, cuts: list[int]) -> None:
+    """`store` again on disk, a shard between any two of `cuts` (numbers of documents)."""
+    tokens = store.take(np.arange(len(store)))
+    shards = []
+    for number, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        documents = store.document_offsets[first : last + 1]
+        sentences = store.sentence_offsets[documents[0] : documents[-1] + 1]
+        here = folder / "train" / f"shard-{number:05d}"
+        here.mkdir(parents=True)
+        part = tokens[sentences[0] : sentences[-1]].astype(np.uint16)
+        np.save(here / "tokens.npy", part)
+        np.save(here / "sentence_offsets.npy", sentences - sentences[0])
+        np.save(here / "document_offsets.npy", documents - documents[0])
+        counts = {"tokens": len(part), "sentences": len(sentences) - 1}
+        shards.append({"name": here.name, "documents": last - first, **counts})
+    manifest = {"format": FORMAT, "vocab_sha256": store.vocabulary.sha256}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "train": {"shards": shards}}))
+
+
+@pytest.mark.parametrize("cuts", [[0, 20, 21, 50], [0, 1], [0, 2, 33, 34]])
+def test_a_store_in_several_shards_gives_the_same_batches(store, source, tmp_path, cuts) -> None:
+    write_in_shards(store, tmp_path, [*cuts, store.n_documents])
+    sharded = BatchSource(TokenStore(tmp_path, "train", store.vocabulary), DATA, SEED)
+    assert len(sharded.store.tokens) == len(cuts)
+    assert (sharded.pairs(1) == source.pairs(1)).all()
+    assert same(sharded.batch(0, 200), source.batch(0, 200))
+    assert sharded.store.token_counts().tolist() == store.token_counts().tolist()
+
+
+def test_documents_of_awkward_lengths_give_the_same_batches_in_shards() -> None:
+    corpus = [[[1 + (i * j) % 7 for j in range(3 + i % 11)]] * (1 + i % 4) for i in range(40)]
+    one, many = (BatchSource(make_store(corpus, shards=n), DATA, SEED) for n in (1, 13))
+    assert same(one.batch(0, 60), many.batch(0, 60))
+
+
+# --- prefetch -------------------------------------------------------------------------------------
+
+
+def until(condition, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_prefetch_yields_the_same_items_in_order(source) -> None:
+    steps = [source.batch(8 * k, 8) for k in range(10)]
+    ahead = prefetch((source.batch(8 * k, 8) for k in range(10)), depth=2)
+    assert all(same(a, b) for a, b in zip(ahead, steps, strict=True))
+    assert list(prefetch(iter([]))) == []
+    assert list(prefetch(iter([None, 0, None]))) == [None, 0, None]
+
+
+def test_prefetch_passes_an_error_on_where_the_item_would_have_been() -> None:
+    def items():
+        yield 1
+        yield 2
+        raise UserError("the disk is gone")
+
+    ahead = prefetch(items())
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(UserError, match="the disk is gone"):
+        next(ahead)
+
+
+def test_prefetch_works_ahead_but_only_as_deep_as_asked() -> None:
+    made = []
+
+    def items():
+        for i in range(100):
+            made.append(i)
+            yield i
+
+    ahead = prefetch(items(), depth=3)
+    assert next(ahead) == 0
+    # one taken, three in the queue, one in hand
+    assert until(lambda: len(made) == 5)
+    time.sleep(0.15)
+    assert len(made) == 5
+    ahead.close()
+
+
+@pytest.mark.parametrize("taken", [1, 3])
+def test_prefetch_stops_its_thread_when_closed_early(taken) -> None:
+    before = set(threading.enumerate())
+    ahead = prefetch(itertools.count(), depth=2)
+    assert [next(ahead) for _ in range(taken)] == list(range(taken))
+    assert len(set(threading.enumerate()) - before) == 1
+    ahead.close()
+    assert not set(threading.enumerate()) - before
+
+
+def test_prefetch_stops_its_thread_after_the_last_item_and_after_an_error() -> None:
+    before = set(threading.enumerate())
+    assert list(prefetch(iter(range(5)))) == list(range(5))
+    assert not set(threading.enumerate()) - before
+    with pytest.raises(ZeroDivisionError):
+        list(prefetch(1 // x for x in (1, 0)))
+    assert not set(threading.enumerate()) - before

@@ -1,0 +1,186 @@
+"""config: what is written in YAML or on the command line is what runs, and a slip is named."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import data_pipeline.config
+import pretrain.config
+from data_pipeline.config import DataConfig, load_config
+from data_pipeline.errors import UserError
+from pretrain.config import Config
+
+ROOT = Path(__file__).parents[1]
+MINIMAL = "corpus: {files: a.txt}\n"
+
+
+def load(folder: Path, text: str, *overrides: str, schema: type = Config) -> Config:
+    path = folder / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(schema, str(path), list(overrides))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.name)
+def test_a_config_of_the_project_loads(path: Path):
+    load_config(Config, str(path))
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1.0e-4", "0.0001", "1E-4"])
+def test_1e_4_is_a_number(tmp_path: Path, number: str):
+    # in YAML 1.1, which PyYAML reads, 1e-4 without a dot is a string
+    text = MINIMAL + f"train: {{learning_rate: {number}}}\n"
+    assert load(tmp_path, text).train.learning_rate == 1e-4
+    assert load(tmp_path, MINIMAL, f"train.learning_rate={number}").train.learning_rate == 1e-4
+
+
+def test_an_override_beats_the_file_and_the_file_beats_the_default(tmp_path: Path):
+    text = MINIMAL + "vocab: {size: 500, lowercase: false}\nseed: 3\n"
+    config = load(tmp_path, text, "vocab.size=600", "corpus.files=[b.txt, c.txt]", "run_dir=x")
+    assert (config.vocab.size, config.vocab.lowercase, config.seed) == (600, False, 3)
+    assert config.corpus.files == ["b.txt", "c.txt"]
+    assert (config.run_dir, config.data_dir, config.train.max_steps) == ("x", "data/data", 10**6)
+    dataset = load(tmp_path, "corpus: {dataset: {path: json}}", "corpus.dataset.name=n")
+    assert (dataset.corpus.dataset.path, dataset.corpus.dataset.name) == ("json", "n")
+
+
+def test_preparation_leaves_the_sections_of_training_alone(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text(MINIMAL + "model: {anything: 1}\n")
+    config = load_config(
+        DataConfig, str(tmp_path / "c.yaml"), ["train.max_steps=1", "seed=7"], ("model", "train")
+    )
+    assert config.seed == 7 and not hasattr(config, "train")
+
+
+@pytest.mark.parametrize(
+    "text, override, message",
+    [
+        (MINIMAL + "sead: 1", None, r"c\.yaml: unknown key sead; did you mean seed\?"),
+        (MINIMAL + "vocab: {sise: 9}", None, r"c\.yaml: unknown key vocab\.sise; .*vocab\.size\?"),
+        (
+            "corpus: {dataset: {pth: x}}",
+            None,
+            r"c\.yaml: unknown key corpus\.dataset\.pth; did you mean corpus\.dataset\.path\?",
+        ),
+        (MINIMAL, "train.max_step=3", r"command line: unknown key train\.max_step.*max_steps\?"),
+        (MINIMAL + "qqqq: 1", None, r"c\.yaml: unknown key qqqq; keys: run_dir, .*train"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(tmp_path: Path, text, override, message):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, text, *([override] if override else []))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (MINIMAL + "vocab: {size: big}", r"c\.yaml, key vocab\.size: .*'big'"),
+        (MINIMAL + "vocab: {size: 1.5}", r"c\.yaml, key vocab\.size: .*'1\.5'"),
+        (MINIMAL + "vocab: {lowercase: maybe}", r"c\.yaml, key vocab\.lowercase: .*'maybe'"),
+        (MINIMAL + "vocab: 3", r"c\.yaml: vocab is not a section"),
+        (MINIMAL + "vocab: [a]", r"c\.yaml: vocab is not a section"),
+        (MINIMAL + "seed:", r"c\.yaml, key seed: "),
+        ("corpus: {files: 3}", r"c\.yaml.* corpus\.files"),
+        ("corpus: {files: true}", r"c\.yaml.* corpus\.files"),
+        ("corpus: {files: {a: b}}", r"c\.yaml.* corpus\.files"),
+        (MINIMAL + "seed: 1\nseed: 2", r"c\.yaml is not a readable YAML file: (?s:.*)seed"),
+        (MINIMAL + "a: [", r"c\.yaml is not a readable YAML file"),
+        (MINIMAL + "a: !!python/object/apply:os.getcwd []", r"c\.yaml is not a readable YAML"),
+        ("- a\n- b", r"c\.yaml is not a mapping"),
+        ("3", r"c\.yaml is not a "),
+        ("", r"c\.yaml: corpus needs exactly one of source, files and dataset"),
+        (MINIMAL + "null: 3", r"c\.yaml"),
+        (MINIMAL + "vocab: ${absent}", r"c\.yaml.* vocab"),
+        (MINIMAL + "run_dir: ${absent}", r"c\.yaml, key run_dir: .*absent"),
+        (MINIMAL + "vocab: ???", r"c\.yaml.* vocab"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text, message):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("seed=-1", r"seed -1 is not in \[0, 2\*\*63\)"),
+        ("seed=9223372036854775808", "seed 9223372036854775808 is not in"),
+        ("corpus.source=python-docs", "corpus needs exactly one of"),
+        ("corpus.layout=lines", "corpus.layout is 'lines'; it can be auto, blank_line, line"),
+        ("corpus.errors=ignore", "corpus.errors is 'ignore'; it can be strict, replace"),
+        ("corpus.encoding=utf-9", "corpus.encoding 'utf-9' is not one that Python knows"),
+        ("corpus.encoding=undefined", "corpus.encoding 'undefined'"),  # raises UnicodeError
+        ("corpus.held_out=1", r"corpus.held_out 1.0 is not in \[0, 1\)"),
+        ("corpus.held_out=nan", r"corpus.held_out nan is not in \[0, 1\)"),
+        ("vocab.size=3", "vocab.size 3 is below 16"),
+        ("vocab.character_coverage=0", r"vocab.character_coverage is not in \(0, 1\]"),
+        ("data.max_seq_length=7", "data.max_seq_length 7 is below 8"),
+        ("data.max_seq_length=513", "data.max_seq_length 513 exceeds model.max_position_emb"),
+        ("data.objective=mlm", "data.objective is 'mlm'; it can be nsp, sop, none"),
+        ("data.masked_lm_prob=1", r"data.masked_lm_prob is not in \(0, 1\)"),
+        ("data.max_predictions_per_seq=-1", "data.max_predictions_per_seq is below 1"),
+        ("data.max_predictions_per_seq=0", "data.max_predictions_per_seq is below 1"),
+        ("model.hidden_size=100", "model.hidden_size 100 is not a multiple of"),
+        ("model.num_attention_heads=0", "model.num_attention_heads"),
+        ("model.hidden_act=swish", "model.hidden_act is 'swish'; it can be gelu"),
+        ("train.micro_batch_size=33", "train.global_batch_size 256 is not a multiple of"),
+        ("train.micro_batch_size=0", "train.micro_batch_size 0 is below 1"),
+        ("train.save_every=0", "train.save_every 0 is below 1"),
+        ("train.learning_rate=nan", "train.learning_rate"),
+        ("train.learning_rate=inf", "train.learning_rate"),
+        ("train.warmup_steps=1000000", "train.warmup_steps 1000000 is not below"),
+        ("train.precision=fp16", "train.precision is 'fp16'; it can be auto, fp32, bf16"),
+        ("seed", "'seed' is not key=value"),
+        ("--seed=3", "'--seed=3' is not key=value"),
+        ("vocab=3", "command line: vocab is not a section"),
+        ("corpus.files=[a", "corpus.files"),
+        ("vocab.size=${absent}", "vocab.size"),
+    ],
+)
+def test_a_value_out_of_range_is_named(tmp_path: Path, override: str, message: str):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, MINIMAL, override)
+
+
+KEYS = st.sampled_from(["seed", "vocab.size", "vocab", "corpus.files", "corpus.dataset", "a"])
+VALUES = st.text("[]{}:,'\"$?!&*#%@`|>- \n\tab1.é", max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.builds("{}={}".format, KEYS, VALUES) | st.text(max_size=12))
+@example("seed=[")
+@example("a..b=1")
+def test_any_override_is_taken_or_refused(tmp_path_factory, override: str):
+    try:
+        load(tmp_path_factory.getbasetemp(), MINIMAL, override)
+    except UserError:
+        pass
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match=r"no config at .*absent\.yaml"):
+        load_config(Config, str(tmp_path / "absent.yaml"))
+    with pytest.raises(UserError, match="is not a readable YAML file"):
+        load_config(Config, str(tmp_path))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\0")
+    with pytest.raises(UserError, match=r"binary\.yaml is not a readable YAML file"):
+        load_config(Config, str(tmp_path / "binary.yaml"))
+
+
+@pytest.mark.parametrize(
+    "module", [data_pipeline.config, pretrain.config], ids=lambda m: m.__name__
+)
+def test_every_field_has_a_sentence_after_it(module):
+    missing = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for line, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(line, ast.AnnAssign):
+                value = getattr(getattr(after, "value", None), "value", None)
+                if not (isinstance(value, str) and value.rstrip().endswith(".")):
+                    missing.append(f"{node.name}.{line.target.id}")
+    assert missing == []

@@ -1,0 +1,351 @@
+"""prepare: the store holds `tokenizers`' ids of every sentence, whatever stopped it and however
+many workers there were; a user's mistake ends in one line."""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencex
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.errors import UserError
+from data_pipeline.prepare import prepare
+from data_pipeline.processes import run_tasks, written_beside
+from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+
+ROOT = Path(__file__).parents[1]
+SPLITS = ("train", "held_out")
+
+
+@pytest.fixture(scope="module")
+def files(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Six files with some documents of the topics each."""
+    folder = tmp_path_factory.mktemp("files")
+    documents = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")[:60]
+    for i in range(6):
+        (folder / f"{i}.txt").write_text("\n\n".join(documents[i::6]), encoding="utf-8")
+    return [str(path) for path in sorted(folder.iterdir())]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(files: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run on one worker, not interrupted, makes of `files`."""
+    data_dir = tmp_path_factory.mktemp("uninterrupted") / "data"
+    prepare(config_of(files, data_dir), workers=1)
+    return contents(data_dir)
+
+
+def config_of(files: list[str], data_dir: Path, **changes) -> DataConfig:
+    return DataConfig(
+        data_dir=str(data_dir),
+        corpus=CorpusConfig(files=files, held_out=0.1),
+        vocab=VocabConfig(**{"size": 512} | changes),
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def documents_of(data_dir: Path, split: str) -> list[list[list[int]]]:
+    """The ids of each sentence of each document."""
+    store = TokenStore(data_dir / "store", split, read_vocabulary(data_dir / "vocab"))
+    tokens = store.take(np.arange(len(store)))
+    starts, documents = store.sentence_offsets, store.document_offsets
+    sentences = [tokens[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    return [sentences[a:b] for a, b in zip(documents, documents[1:], strict=False)]
+
+
+# ---------------------------------------------------------------------------------- what is stored
+
+
+def text_tokenizer(vocab_txt: Path) -> Tokenizer:
+    """BERT's tokenizer as `tokenizers` has it, without special tokens: their names are text."""
+    tokenizer = Tokenizer(models.WordPiece.from_file(str(vocab_txt), unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def held_out(document: str, share: float) -> bool:
+    number = hashlib.blake2b(document.encode(), digest_size=8).hexdigest()
+    return int(number, 16) / 2**64 < share
+
+
+def test_the_store_holds_the_ids_of_every_sentence_in_order(prepared: Path):
+    tokenizer = text_tokenizer(prepared / "data/vocab/vocab.txt")
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    expected: dict[bool, list] = {False: [], True: []}
+    for document in (part.strip("\n") for part in text.split("\n\n")):
+        lines = [line for line in document.split("\n") if line.strip()]
+        sentences = [s for line in lines for s in sentencex.segment("en", line) if s.strip()]
+        ids = [encoding.ids for encoding in tokenizer.encode_batch(sentences)]
+        expected[held_out("\n".join(lines), 0.1)].append([i for i in ids if i])
+    assert documents_of(prepared / "data", "train") == expected[False]
+    assert documents_of(prepared / "data", "held_out") == expected[True]
+    assert min(map(len, expected.values())) > 3
+
+
+def test_names_of_special_tokens_in_a_corpus_stay_text(tmp_path: Path):
+    text = "A [MASK] is no mask, and [SEP] or [CLS] or [PAD] end nothing. One [UNK] is known."
+    (tmp_path / "a.txt").write_text("\n\n".join([text] * 20))
+    config = DataConfig(
+        data_dir=str(tmp_path / "data"),
+        corpus=CorpusConfig(files=str(tmp_path / "a.txt"), held_out=0),
+        vocab=VocabConfig(size=64, lowercase=False, character_coverage=1.0),
+    )
+    prepare(config, workers=1)
+    documents = documents_of(tmp_path / "data", "train")
+    pieces = read_vocabulary(tmp_path / "data/vocab").pieces
+    assert len(documents) == 20
+    for document in documents:
+        flat = [token for sentence in document for token in sentence]
+        assert min(flat) > 4
+        spelled = "".join(pieces[token].removeprefix("##") for token in flat)
+        assert spelled == text.replace(" ", "")
+
+
+def test_the_manifest_counts_what_the_arrays_hold(prepared: Path, vocabulary: Vocabulary):
+    for split in SPLITS:
+        store = TokenStore(prepared / "data/store", split, vocabulary)
+        found = {
+            "tokens": len(store),
+            "sentences": len(store.sentence_offsets) - 1,
+            "documents": store.n_documents,
+        }
+        assert found.items() <= store.manifest[split].items()
+        assert store.sentence_offsets[-1] == len(store)
+        assert (np.diff(store.sentence_offsets) > 0).all()  # no empty sentence
+        assert (np.diff(store.document_offsets) > 0).all()  # no empty document
+        assert {tokens.dtype for tokens in store.tokens} == {np.dtype("uint16")}
+    vocab = (prepared / "data/vocab/vocab.txt").read_bytes()
+    assert store.manifest["vocab_sha256"] == hashlib.sha256(vocab).hexdigest()
+
+
+def test_the_order_of_files_changes_the_order_of_documents_only(files, uninterrupted, tmp_path):
+    prepare(config_of(files[::-1], tmp_path / "data"), workers=1)
+    assert (tmp_path / "data/vocab/vocab.txt").read_bytes() == uninterrupted["vocab/vocab.txt"]
+    prepare(config_of(files, tmp_path / "same"), workers=1)
+    for split in SPLITS:
+        reverse, forward = (documents_of(tmp_path / d, split) for d in ("data", "same"))
+        assert reverse != forward
+        assert sorted(reverse) == sorted(forward)
+
+
+# ---------------------------------------------------------------------------------- again
+
+
+def test_two_workers_write_the_bytes_of_one(files, uninterrupted, tmp_path: Path):
+    prepare(config_of(files, tmp_path / "data"), workers=2)
+    assert contents(tmp_path / "data") == uninterrupted
+
+
+KILLED = """
+import os, signal, sys
+from data_pipeline import prepare
+from data_pipeline.__main__ import main
+
+name, calls, sys.argv[1:] = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+real = getattr(prepare, name)
+
+def killed(*args, **kwargs):
+    global calls
+    calls -= 1
+    if calls < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+
+setattr(prepare, name, killed)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "where, calls",
+    [("read_documents", 3), ("write_tokenizer", 0), ("encode_split", 5), ("link_or_copy", 9)],
+)
+def test_a_killed_command_goes_on_to_the_same_bytes(
+    files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, where: str, calls: int
+):
+    write_config(tmp_path, files)
+    command = [sys.executable, "-c", KILLED, where, str(calls), str(tmp_path / "c.yaml")]
+    killed = subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "data/store/manifest.json").exists()
+    done = {p: p.stat().st_mtime_ns for p in (tmp_path / "data/work").glob("*-scan-*[0-9]/*")}
+    assert done
+
+    reread = []
+    import data_pipeline.prepare as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        real = module.scan_piece
+        patch.setattr(module, "scan_piece", lambda *task: (reread.append(task), real(*task)))
+        prepare(config_of(files, tmp_path / "data"), workers=1)
+    assert len(reread) == (3 if where == "read_documents" else 0)  # what was complete is kept
+    assert contents(tmp_path / "data") == uninterrupted
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_an_error():
+    with pytest.raises(UserError, match="a worker was killed while reading"):
+        run_tasks("reading", kill_self, [(), ()], workers=2)
+
+
+def test_a_folder_is_there_when_all_of_it_is(tmp_path: Path):
+    with pytest.raises(KeyError), written_beside(tmp_path / "out") as folder:
+        (folder / "half").write_text("half")
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    with written_beside(tmp_path / "out") as folder:
+        (folder / "whole").write_text("whole")
+        assert not (tmp_path / "out").exists()
+    assert contents(tmp_path) == {"out/whole": b"whole"}
+
+
+def test_a_second_run_keeps_everything(files: list[str], tmp_path: Path):
+    prepare(config_of(files, tmp_path), workers=1)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    prepare(config_of(files, tmp_path), workers=1)
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+def test_a_vocabulary_that_was_deleted_comes_back(files, uninterrupted, tmp_path: Path):
+    # `no vocabulary at ...; make one: python -m data_pipeline` must not be a dead end
+    prepare(config_of(files, tmp_path), workers=1)
+    for path in (tmp_path / "vocab").iterdir():
+        path.unlink()
+    prepare(config_of(files, tmp_path), workers=1)
+    assert contents(tmp_path) == uninterrupted
+
+
+def test_other_settings_are_refused(files: list[str], tmp_path: Path):
+    prepare(config_of(files, tmp_path / "data"), workers=1)
+    before = contents(tmp_path / "data")
+    for config in (
+        config_of(files, tmp_path / "data", size=600),
+        config_of(files, tmp_path / "data", lowercase=False),
+        config_of(files[:3], tmp_path / "data"),
+    ):
+        with pytest.raises(UserError, match="built from another corpus or with other settings"):
+            prepare(config, workers=1)
+    pairs = config_of(files, tmp_path / "data")  # drawn afresh every epoch: nothing to rebuild
+    pairs.data = PairsConfig(max_seq_length=256, objective="sop", masked_lm_prob=0.2)
+    prepare(pairs, workers=1)
+    assert contents(tmp_path / "data") == before
+
+
+def test_a_changed_file_is_noticed(files: list[str], tmp_path: Path):
+    changed = tmp_path / "changed.txt"
+    changed.write_bytes(Path(files[0]).read_bytes())
+    prepare(config_of([*files[1:], str(changed)], tmp_path / "data"), workers=1)
+    changed.write_bytes(Path(files[0]).read_bytes().replace(b"e", b"a", 1))
+    with pytest.raises(UserError, match="built from another corpus"):
+        prepare(config_of([*files[1:], str(changed)], tmp_path / "data"), workers=1)
+
+
+# ---------------------------------------------------------------------------------- mistakes
+
+
+def write_config(folder: Path, files: list[str] | str, more: str = "") -> Path:
+    path = folder / "c.yaml"
+    path.write_text(
+        f"data_dir: {folder}/data\ncorpus: {{files: {files}, held_out: 0.1}}\n"
+        f"vocab: {{size: 512}}\n{more}"
+    )
+    return path
+
+
+def run_cli(*args: str | Path) -> tuple[int, list[str]]:
+    """(exit code, lines on stderr without progress bars)."""
+    command = [sys.executable, "-m", "data_pipeline", *map(str, args)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    lines = [line.strip() for line in re.split(r"[\r\n]", result.stderr)]
+    return result.returncode, [x for x in lines if x and not re.search(r"\d+/\d+ \[.*piece", x)]
+
+
+def assert_one_line(folder: Path, args: list[str], message: str) -> None:
+    code, lines = run_cli(folder / "c.yaml", *args)
+    assert code == 2, lines
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    assert re.search(message, lines[0]), lines
+    data_dir = folder / "data"
+    assert not list(folder.rglob("*.tmp"))
+    assert not (data_dir / "store").exists() and not (data_dir / "vocab").exists()
+
+
+@pytest.mark.parametrize(
+    "text, args, message",
+    [
+        ("", [], r"the corpus holds no text .*a\.txt"),
+        ("\n \n\t\n", [], "the corpus holds no text"),
+        ("\u200b\n\n\u200b\u200d\n", [], "the corpus holds no text"),
+        (b"One.\n\nTwo \xff.\n", [], r"a\.txt: byte 10 is not utf-8"),
+        ("One.\n", [], "next-sentence prediction needs two documents or more.* has [01] "),
+        ("One two.\n\nThree four.\n" * 9, [], r"yields at most \d+ pieces"),
+        ("One two six.\n\nThree four.\n" * 9, ["vocab.size=16"], "vocab.size 16 is too small"),
+        ("a\n", ["corpus.files=absent.txt"], "no corpus file at absent.txt"),
+        ("a\n", ["corpus.dataset.path=json"], "corpus needs exactly one of"),
+        ("a\n", ["vocab.sise=3"], "unknown key vocab.sise; did you mean vocab.size"),
+        ("a\n", ["vocab.size=big"], r"key vocab\.size"),
+        ("a\n", ["vocab"], "'vocab' is not key=value"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_code_2(tmp_path: Path, text, args, message):
+    data = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "a.txt").write_bytes(data)
+    write_config(tmp_path, str(tmp_path / "a.txt"))
+    assert_one_line(tmp_path, ["corpus.held_out=0", *args], message)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ("corpus: {files: a.txt}\nvocab: {sise: 3}", "vocab.sise; did you mean vocab.size"),
+        ("corpus: {files: a.txt}\nvocab: {size: big}", r"c\.yaml, key vocab\.size"),
+        ("seed: 1\nseed: 2", "c.yaml is not a readable YAML file.*seed"),
+        ("- a", "c.yaml is not a mapping"),
+        (None, "no config at .*c.yaml"),
+    ],
+)
+def test_a_bad_config_ends_in_one_line_and_code_2(tmp_path: Path, config: str, message: str):
+    if config is not None:
+        (tmp_path / "c.yaml").write_text(config)
+    assert_one_line(tmp_path, [], message)
+
+
+def test_overrides_may_follow_an_option(files: list[str], tmp_path: Path):
+    path = write_config(tmp_path, files)
+    assert run_cli(path, "--workers", "1", "vocab.size=448") == (0, [])
+    assert len(read_vocabulary(tmp_path / "data/vocab")) == 448
+
+
+def test_an_error_in_a_worker_ends_in_one_line(files: list[str], tmp_path: Path):
+    (tmp_path / "bad.txt").write_bytes(b"Fine.\n\nBad \xe4.\n")
+    write_config(tmp_path, [*files, str(tmp_path / "bad.txt")])
+    assert_one_line(tmp_path, ["--workers", "2"], r"bad\.txt: byte 11 is not utf-8")
+
+
+def test_a_half_of_an_emoji_in_json_is_no_crash(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d of it, and more words"}\n' * 20)
+    write_config(tmp_path, str(tmp_path / "a.jsonl"))
+    code, lines = run_cli(tmp_path / "c.yaml", "vocab.size=32", "corpus.held_out=0")
+    assert (code, lines) == (0, [])
+
+
+def test_a_data_dir_that_cannot_be_written_ends_in_one_line(files: list[str], tmp_path: Path):
+    write_config(tmp_path, files)
+    (tmp_path / "data").write_text("a file")
+    code, lines = run_cli(tmp_path / "c.yaml", "--workers", "1")
+    assert code == 2 and len(lines) == 1, lines
+    assert re.match(f"error: .*{re.escape(str(tmp_path / 'data'))}", lines[0])

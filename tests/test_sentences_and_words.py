@@ -1,0 +1,149 @@
+"""sentences and words: no text is lost on the way to words, and words give the ids of
+`tokenizers`."""
+
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from data_pipeline.config import VocabConfig
+from data_pipeline.corpus import sound
+from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
+from data_pipeline.vocab import build_normalizer
+from data_pipeline.words import END, WordIndex, WordSplitter, number_words
+
+FEW = settings(max_examples=200, deadline=None)
+# every plane; surrogates are no text, and a corpus has no control characters left
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=80)
+PROSE = st.text(st.sampled_from("aB é́ñÅ中文。.!?'’-\"\t\u3000\u200d🐎ßİΣ[]#"), max_size=120)
+VARIANTS = {  # lowercase, strip_accents
+    "uncased": (True, None),
+    "cased": (False, None),
+    "uncased, accents kept": (True, False),
+    "cased, accents dropped": (False, True),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+# ---------------------------------------------------------------------------------- sentences
+
+
+@FEW
+@given(st.lists(TEXT | PROSE, max_size=5), st.sampled_from(["en", "zh", "de"]))
+def test_no_text_is_lost_between_sentences(paragraphs: list[str], language: str):
+    document = "\n".join(paragraphs)
+    sentences = list(split_sentences(document, sentence_splitter(language)))
+    assert without_space("".join(sentences)) == without_space(document)
+    for sentence in sentences:
+        assert sentence.strip() and "\n" not in sentence
+        assert len(sentence) <= MAX_CHARACTERS
+
+
+def test_sentences_end_where_a_reader_says():
+    document = "Dr. Smith went to Washington. He came back.\n他来了。他走了！\nno full stop"
+    sentences = [s.strip() for s in split_sentences(document, sentence_splitter("en"))]
+    assert sentences == [
+        "Dr. Smith went to Washington.",
+        "He came back.",
+        "他来了。",
+        "他走了！",
+        "no full stop",
+    ]
+
+
+@pytest.mark.parametrize("unit", ["x", "字", "word ", "0123456789" * 250 + " ", "🐎 "])
+def test_a_line_without_end_is_cut_and_kept(unit: str):
+    document = unit * (1_000_000 // len(unit))
+    sentences = list(split_sentences(document, sentence_splitter("en")))
+    assert max(map(len, sentences)) <= MAX_CHARACTERS
+    assert without_space("".join(sentences)) == without_space(document)
+
+
+def test_a_long_sentence_is_cut_between_words():
+    words = [f"word{i}" for i in range(5000)]
+    sentences = list(split_sentences(" ".join(words), sentence_splitter("en")))
+    assert len(sentences) > 1
+    assert " ".join(sentences).split() == words
+
+
+# ---------------------------------------------------------------------------------- words
+
+
+@cache
+def splitter_of(variant: str) -> WordSplitter:
+    lowercase, strip_accents = VARIANTS[variant]
+    return WordSplitter(
+        build_normalizer(VocabConfig(lowercase=lowercase, strip_accents=strip_accents))
+    )
+
+
+@cache
+def tokenizer_of(variant: str) -> Tokenizer:
+    """What a user of `tokenizers` would write for this variant, with some pieces of each kind."""
+    lowercase, strip_accents = VARIANTS[variant]
+    letters = "abcdefghijklmnopqrstuvwxyzABCÅéñß中文。.!?'-\"[]#ıς"
+    pieces = ["[UNK]", *letters, *(f"##{c}" for c in letters), "ab", "##ab", "the", "##ing"]
+    model = models.WordPiece(
+        {piece: i for i, piece in enumerate(dict.fromkeys(pieces))},
+        unk_token="[UNK]",
+        max_input_chars_per_word=100,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def words_of(variant: str, text: str) -> list[str]:
+    return [word.decode() for word in splitter_of(variant)(text)]
+
+
+@every_variant
+@settings(max_examples=250, deadline=None)
+@given(TEXT | PROSE | st.text(st.characters(max_codepoint=126, min_codepoint=32)))
+@example("a" * 101 + " " + "b" * 100)
+@example("[MASK] [SEP]don't")
+@example("İstanbul ΑΣ ﬁ Å e\u0301 한국어 か\u3099")
+def test_words_give_the_ids_of_tokenizers(variant: str, text: str):
+    tokenizer = tokenizer_of(variant)
+    words = words_of(variant, text)
+    ids = [token.id for word in words for token in tokenizer.model.tokenize(word)]
+    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@every_variant
+def test_every_character_splits_words_as_in_tokenizers(variant: str):
+    tokenizer = tokenizer_of(variant)
+    normalize, pre_tokenize = (
+        tokenizer.normalizer.normalize_str,
+        tokenizer.pre_tokenizer.pre_tokenize_str,
+    )
+    codes = [c for c in range(1, 0x110000) if c != 10 and not 0xD800 <= c < 0xE000]
+    if variant != "uncased":  # planes 4 to 13 are empty, 15 and 16 private: seen once
+        codes = [c for c in codes if c < 0x40000 or 0xE0000 <= c < 0xF0000]
+    for start in range(0, len(codes), 4096):
+        text = "".join(f"a{chr(code)}b\n" for code in codes[start : start + 4096])
+        words = [word for word in words_of(variant, text) if word != END.decode()]
+        assert words == [word for word, _ in pre_tokenize(normalize(text))]
+
+
+@FEW
+@given(st.lists(TEXT | PROSE, max_size=6))
+def test_sentences_become_numbers_of_words(sentences: list[str]):
+    sentences = [sound(sentence) for sentence in sentences]
+    index = WordIndex({END: 0})
+    numbers, sizes = number_words(sentences, splitter_of("uncased"), index)
+    names = [word.decode() for word in index]
+    assert numbers.dtype == "uint32" and sizes.dtype == "int32"
+    assert sizes.tolist() == [len(words_of("uncased", s)) for s in sentences]
+    expected = [word for sentence in sentences for word in words_of("uncased", sentence)]
+    assert [names[number] for number in numbers] == expected
+    assert names[1:] == list(dict.fromkeys(expected))  # in order of first appearance
