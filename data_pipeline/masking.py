@@ -54,7 +54,9 @@ def choose_words(
     position = np.where(position >= circle, position - circle, position)
     chosen = position < masked_lm_prob * circle
     if max_predictions is not None:
-        chosen &= position + length <= max_predictions
+        first = np.minimum.reduceat(position, first_word)  # where the first word on the arc starts
+        used = np.rint(position - first[word_sequence]).astype(np.int64) + length
+        chosen &= used <= max_predictions
     return np.sort(order[chosen])
 
 

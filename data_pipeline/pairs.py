@@ -18,11 +18,9 @@ from data_pipeline.errors import UserError
 from data_pipeline.hashing import below, draws, key
 from data_pipeline.token_store import TokenStore
 
-PAIR = np.dtype(
-    [("a_start", "i8"), ("a_end", "i8"), ("b_start", "i8"), ("b_end", "i8"), ("label", "i1")]
-)
+PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
-BUCKET = 32  # chunks with B's of about equal length, half of which exchange them
+BUCKET = 4  # chunks with B's of about equal length, half of which exchange them
 
 
 @dataclass
@@ -44,11 +42,10 @@ def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
     for i in np.flatnonzero(np.diff(offsets) > max_tokens):
         start, end = int(offsets[i]), int(offsets[i + 1])
         while end - start > max_tokens:
-            words = start + np.flatnonzero(
-                store.starts_word(np.arange(start, start + max_tokens + 1))
-            )
+            inner = np.arange(start + 1, start + max_tokens + 1)
+            words = inner[store.starts_word(inner)]
             # only a word longer than a whole sequence is cut inside
-            start = int(words[-1]) if words[-1] > start else start + max_tokens
+            start = int(words[-1]) if len(words) else start + max_tokens
             extra.append(start)
     offsets = np.sort(np.concatenate([offsets, np.array(extra, np.int64)]))
     document_starts = store.sentence_offsets[store.document_offsets]
@@ -70,10 +67,12 @@ def draw_pairs(
     arguments.
 
     Spans are in tokens of the store; `b_start == b_end` for `objective` "none". Left out are only
-    texts of one word (which have no second half) and what an exchanged B is too long by, at the end
-    of B, at a word. Raises `UserError` if the documents cannot give a random B (see
-    `check_documents`).
+    texts of one word (which have no second half) and what a pair with an exchanged B is too long
+    by, at the end of its longer segment, at a word. Raises `UserError` if the documents cannot give
+    a random B (see `check_documents`).
     """
+    if not len(segments.document):
+        raise UserError("the corpus has no text to make sequences of; add text")
     max_tokens = max_seq_length - SPECIALS[objective]
     starts = chunk_starts(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
@@ -87,6 +86,11 @@ def draw_pairs(
     a_end, label = b_start.copy(), np.zeros(len(whole), np.int64)
     draw = draws(key(seed, epoch, 3), np.arange(len(whole)))
     if objective == "sop":
+        if not len(whole):
+            raise UserError(
+                f"sentence order needs texts of two words or more, and none of {len(starts):,} is; "
+                "divide the documents otherwise (corpus.layout) or set data.objective=none"
+            )
         swap = np.argsort(draw, kind="stable")[: len(whole) // 2]
         a_start[swap], b_start[swap] = b_start[swap], a_start[swap]
         a_end[swap], b_end[swap] = b_end[swap], a_end[swap]
@@ -197,10 +201,13 @@ def exchange(
     by_length = sort_packed(inside, length, draw=draw, last=numbers)
     document, draw = document[by_length], draw[by_length]
     size = BUCKET
+    two = np.count_nonzero(np.bincount(document)) == 2
     while True:
         bucket = np.minimum(numbers // size, max(n // size - 1, 0))
         first = bucket * size
         places = np.bincount(bucket) // 2  # chunks of each bucket that exchange
+        if two:
+            places -= places % 2  # two documents can only swap B's
         # in each bucket by document, and which of them are over their document's limit
         by_document = first + sort_packed(bucket, document, draw=draw, last=numbers - first)
         runs = run_starts(bucket, document[by_document])
@@ -229,6 +236,7 @@ def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.
     """
     bits = [int(column.max()).bit_length() for column in (*columns, last)]
     room = max(64 - sum(bits), 0)
+    assert sum(bits) <= 64, f"{len(last)} rows are too many to sort at once"
     packed = np.zeros(len(last), np.uint64)
     for column, size in zip(columns, bits, strict=False):
         packed = (packed << np.uint64(size)) | column.astype(np.uint64)
@@ -266,15 +274,17 @@ def truncate(
     b_end: np.ndarray,
     max_tokens: int,
 ) -> None:
-    """Shorten pairs of more than `max_tokens`: the longer segment loses whole words at its end."""
-    a, b = a_end - a_start, b_end - b_start
-    for i in np.flatnonzero(a + b > max_tokens):
-        longer = (a_start, a_end) if a[i] > b[i] else (b_start, b_end)
-        start = longer[0][i]
-        limit = start + max_tokens - min(a[i], b[i])
-        words = np.flatnonzero(store.starts_word(np.arange(start + 1, limit + 1)))
-        # only a word longer than half a sequence is cut inside
-        longer[1][i] = start + 1 + words[-1] if len(words) else limit
+    """Shorten pairs of more than `max_tokens`: the longer segment loses whole words at its end, and
+    then, where both are longer than half a sequence, the other."""
+    for _ in range(2):
+        a, b = a_end - a_start, b_end - b_start
+        for i in np.flatnonzero(a + b > max_tokens):
+            longer = (a_start, a_end) if a[i] > b[i] else (b_start, b_end)
+            start = longer[0][i]
+            limit = start + max(max_tokens - min(a[i], b[i]), max_tokens // 2)
+            words = np.flatnonzero(store.starts_word(np.arange(start + 1, limit + 1)))
+            # only a word longer than half a sequence is cut inside
+            longer[1][i] = start + 1 + words[-1] if len(words) else limit
 
 
 def shuffle(stream: np.uint64, *columns: np.ndarray) -> np.ndarray:

@@ -51,7 +51,7 @@ def same(one: Batch, other: Batch) -> bool:
     )
 
 
-def unlimited(source: BatchSource, start: int, count: int) -> list[dict]:
+def rows_at(source: BatchSource, start: int, count: int) -> list[dict]:
     return rows(source.batch(start, count))
 
 
@@ -89,7 +89,7 @@ def test_a_batch_of_real_text_is_that_of_the_slow_assembly(
         )
         for i in range(11, 31)
     ]
-    assert unlimited(source, first, 20) == wanted
+    assert rows_at(source, first, 20) == wanted
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -126,7 +126,7 @@ def test_a_batch_of_any_corpus_is_that_of_the_slow_assembly(corpus, objective, m
         )
         for i in range(n)
     ]
-    assert unlimited(source, 0, n) == wanted
+    assert rows_at(source, 0, n) == wanted
 
 
 @pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
@@ -180,11 +180,11 @@ def test_a_batch_on_the_cpu_is_itself(source) -> None:
 
 
 def test_an_example_is_the_same_alone_and_in_any_batch(store, source) -> None:
-    whole = unlimited(source, 0, 48)
-    assert [row for i in range(48) for row in unlimited(source, i, 1)] == whole
-    assert unlimited(source, 17, 13) == whole[17:30]
-    assert unlimited(BatchSource(store, DATA, SEED), 40, 8) == whole[40:]
-    assert unlimited(BatchSource(store, DATA, SEED + 1), 0, 48) != whole
+    whole = rows_at(source, 0, 48)
+    assert [row for i in range(48) for row in rows_at(source, i, 1)] == whole
+    assert rows_at(source, 17, 13) == whole[17:30]
+    assert rows_at(BatchSource(store, DATA, SEED), 40, 8) == whole[40:]
+    assert rows_at(BatchSource(store, DATA, SEED + 1), 0, 48) != whole
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
@@ -197,7 +197,7 @@ def test_the_shares_of_all_ranks_are_the_step(source, world_size, micro_batch_si
         ] * world_size
         batches = list(itertools.chain(*shares))
         assert {len(batch.next_sentence_label) for batch in batches} == {micro_batch_size}
-        assert rows(*batches) == unlimited(source, step * 32, 32)
+        assert rows(*batches) == rows_at(source, step * 32, 32)
 
 
 def test_a_step_asked_cold_is_the_step_asked_after_others(store, source) -> None:
@@ -230,7 +230,7 @@ def test_epochs_follow_each_other_without_gap_or_repeat(store) -> None:
     assert len(np.unique(streams)) == len(streams)  # no two examples share their masks
     # one step over the border of two epochs, and one that is longer than an epoch
     border = int(starts[1])
-    assert unlimited(source, border - 3, 8) == unlimited(source, border - 3, 3) + unlimited(
+    assert rows_at(source, border - 3, 8) == rows_at(source, border - 3, 3) + rows_at(
         source, border, 5
     )
     pairs, _ = source.examples(border - 5, sizes[1] + 10)
@@ -245,7 +245,7 @@ def test_masks_of_the_same_text_are_drawn_afresh(store) -> None:
     for epoch in (0, 1):
         first = sum(source.epoch_size(e) for e in range(epoch))
         texts = {}
-        for row in unlimited(source, first, source.epoch_size(epoch)):
+        for row in rows_at(source, first, source.epoch_size(epoch)):
             before = list(row["ids"])
             for place, label in zip(row["masked"], row["labels"], strict=True):
                 before[place] = label

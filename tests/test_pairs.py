@@ -278,7 +278,7 @@ def test_a_cut_sentence_goes_on_with_a_cut_sentence_under_both_labels(store) -> 
     random = pairs[pairs["label"] == 1]
     a_open = ~np.isin(random["a_end"], store.sentence_offsets)
     b_open = ~np.isin(random["b_start"], store.sentence_offsets)
-    # one bucket of each epoch may mix both kinds: some dozens of 1385 pairs
+    # one bucket of each epoch may hold both kinds: a few of its 1,385 pairs
     assert (a_open != b_open).mean() < 0.025
 
 
