@@ -37,40 +37,37 @@ NAMES = {  # ours -> transformers'; of a layer after "layers.N."
     "nsp": "cls.seq_relationship",
 }
 LAYER_NAMES = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
     "attention.out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
     "up": "intermediate.dense",
     "down": "output.dense",
     "norm": "output.LayerNorm",
 }
-QKV = [f"attention.self.{name}" for name in ("query", "key", "value")]
 
 
-def hf_names(name: str) -> list[str]:
-    """transformers' names for one of our tensors: one, or three for the stacked query, key and
-    value."""
-    if not name.startswith("layers."):
-        stem, _, kind = name.rpartition(".")
-        return [NAMES[name] if name in NAMES else f"{NAMES[stem]}.{kind}"]
-    _, number, rest = name.split(".", 2)
-    stem, _, kind = rest.rpartition(".")
-    stems = QKV if stem == "attention.qkv" else [LAYER_NAMES[stem]]
-    return [f"bert.encoder.layer.{number}.{stem}.{kind}" for stem in stems]
+def hf_name(name: str) -> str:
+    """transformers' name for one of our tensors."""
+    if name in NAMES:
+        return NAMES[name]
+    stem, _, kind = name.rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{kind}"
+    _, number, stem = stem.split(".", 2)
+    return f"bert.encoder.layer.{number}.{LAYER_NAMES[stem]}.{kind}"
 
 
 def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under transformers' names; the tied decoder is not written, transformers ties
     it."""
-    return {
-        hf_name: part.clone()
-        for name, tensor in state.items()
-        for hf_name, part in zip(hf_names(name), tensor.chunk(len(hf_names(name))), strict=True)
-    }
+    return {hf_name(name): tensor for name, tensor in state.items()}
 
 
 def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
     """The tensors `names` of our model from transformers' weights."""
-    return {name: torch.cat([weights[part] for part in hf_names(name)]) for name in names}
+    return {name: weights[hf_name(name)] for name in names}
 
 
 def export(model: BertForPreTraining, vocab_dir: Path, out_dir: Path, card: str) -> None:

@@ -46,11 +46,14 @@ class Attention(nn.Module):
         size = config.hidden_size
         self.heads = config.num_attention_heads
         self.dropout = config.attention_probs_dropout_prob
-        self.qkv = nn.Linear(size, 3 * size)
+        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
         self.out = nn.Linear(size, size)
 
     def forward(self, x: Tensor, padding: "Padding") -> Tensor:
-        qkv = padding.pad(self.qkv(x))  # (B, S, 3D)
+        # three parameters, which Muon must see apart, in one product
+        three = (self.query, self.key, self.value)
+        weight, bias = torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])
+        qkv = padding.pad(F.linear(x, weight, bias))  # (B, S, 3D)
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, D/H)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, padding.mask, dropout)

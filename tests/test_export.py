@@ -268,8 +268,9 @@ SELF = "bert.encoder.layer.N.attention.self."
 FAULTS = {
     "query and key swapped": swap_weights(f"{SELF}query.weight", f"{SELF}key.weight"),
     "query and key swapped both ways": (
-        "QKV",
-        [f"attention.self.{name}" for name in ("key", "query", "value")],
+        "LAYER_NAMES",
+        pretrain.export.LAYER_NAMES
+        | {"attention.query": "attention.self.key", "attention.key": "attention.self.query"},
     ),
     "norms swapped both ways": (
         "LAYER_NAMES",

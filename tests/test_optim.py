@@ -89,7 +89,8 @@ def test_muon_takes_the_matrices_of_the_encoder_and_adamw_the_rest() -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     muon, adamw = build_optimizers(model, replace(TRAIN, optimizer="muon"))
     taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
-    matrices = ("attention.qkv", "attention.out", "up", "down")
+    parts = [f"attention.{name}" for name in ("query", "key", "value", "out")]
+    matrices = (*parts, "up", "down")
     assert taken == {f"layers.{n}.{name}.weight" for n in range(2) for name in matrices}
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
 
