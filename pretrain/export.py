@@ -158,6 +158,7 @@ def probe_batch(vocab_size: int, max_length: int) -> Batch:
 
 
 def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) -> str:
+    transformers.utils.logging.disable_progress_bar()
     peer, report = transformers.BertForPreTraining.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"], report
     assert peer.cls.predictions.decoder.weight is peer.bert.embeddings.word_embeddings.weight
