@@ -50,11 +50,13 @@ def train(config: Config) -> None:
     # data
     vocabulary = read_vocabulary(data_dir / "vocab")
     store = TokenStore(data_dir / "store", "train", vocabulary)
+    source = BatchSource(store, config.data, config.seed)
+    source.epoch_size(0)  # a corpus that cannot give pairs says so now
+    held_out = build_held_out(config, vocabulary, accelerator)
     contract = build_contract(config, store, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = find_state(run_dir, contract, accelerator)
-    source = BatchSource(store, config.data, config.seed, state["epoch_sizes"])
-    held_out = build_held_out(config, vocabulary, accelerator)
+    source.epoch_sizes = state["epoch_sizes"] or source.epoch_sizes
 
     # model and optimizers
     torch.manual_seed(config.seed)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from data_pipeline.config import load_config
 from data_pipeline.errors import UserError
+from data_pipeline.prepare import prepare
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from pretrain.config import Config
 from pretrain.model import BertForPreTraining
@@ -357,3 +358,17 @@ def test_muon_trains_and_resumes(prepared: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "b/checkpoints/step-00000012")
     train_here(prepared, tmp_path / "b", *options)
     assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_store_that_cannot_give_pairs_is_refused_before_anything_is_written(
+    prepared: Path, tmp_path: Path
+) -> None:
+    text = (prepared / "topics.txt").read_text().split("\n\n")[0]
+    (tmp_path / "one.txt").write_text(text + "\n\n" + text.split("\n")[0] + "\n")
+    files = (f"corpus.files={tmp_path}/one.txt", "corpus.held_out=0", "vocab.size=96")
+    places = (f"data_dir={tmp_path}/data", "vocab.min_frequency=1")
+    config = load_config(Config, str(prepared / "config.yaml"), [*files, *places])
+    prepare(config, workers=1)
+    with pytest.raises(UserError, match="from one document"):
+        train_here(prepared, tmp_path / "run", *files, *places)
+    assert not (tmp_path / "run").exists()
