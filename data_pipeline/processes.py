@@ -143,7 +143,13 @@ def open_executor(
         with connect(cluster) as client:  # to leave it gives up what still runs
             from distributed import KilledWorker
 
-            yield client.get_executor(pure=False), CLUSTER_WINDOW, (KilledWorker, CancelledError)
+            try:
+                yield client.get_executor(pure=False), CLUSTER_WINDOW, (KilledWorker,)
+            except CancelledError:
+                raise UserError(
+                    f"the dask scheduler at {cluster} is gone; start one and run the same command "
+                    "again to go on with what is missing"
+                ) from None
     elif workers <= 1:
         yield ThisProcess(), 1, ()
     else:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +124,25 @@ def test_a_mistake_in_the_corpus_comes_back_from_a_cluster(tmp_path: Path, clust
     (tmp_path / "bad.txt").write_bytes(b"Fine.\n\nBad \xe4.\n")
     with pytest.raises(UserError, match=r"bad\.txt: byte 11 is not utf-8"):
         prepare(config_of([str(tmp_path / "bad.txt")], tmp_path / "data"), cluster=cluster)
+
+
+def test_a_scheduler_that_goes_away_is_one_line(tmp_path: Path):
+    address = tmp_path / "address"
+    dask = [str(Path(sys.executable).parent / "dask"), "scheduler", "--no-dashboard"]
+    scheduler = subprocess.Popen(
+        [*dask, "--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(address)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: address.exists() and address.read_text().rstrip().endswith("}"))
+        url = json.loads(address.read_text())["address"]
+        threading.Timer(1, scheduler.kill).start()
+        with pytest.raises(UserError, match=f"the dask scheduler at {url} is gone"):
+            run_tasks("sleeping", time.sleep, [Task((600,), "a")], workers=1, cluster=url)
+    finally:
+        scheduler.kill()
+        scheduler.wait()
 
 
 def test_no_scheduler_is_one_line(files, tmp_path: Path, monkeypatch):
