@@ -1,9 +1,10 @@
 """`python -m data_pipeline CONFIG [key=value ...]`: corpus -> vocabulary -> token store."""
 
 import argparse
+from pathlib import Path
 
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.errors import run_command
+from data_pipeline.errors import UserError, run_command
 
 
 def main() -> None:
@@ -11,14 +12,37 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--workers", type=int, help="processes; default: one a core")
+    parser.add_argument("--cluster", metavar="ADDRESS", help="dask scheduler whose workers do it")
+    parser.add_argument("--task-index", type=int, metavar="I", help="of a job array: do tasks")
+    parser.add_argument("--num-tasks", type=int, metavar="N", help="I, I + N, ... of this stage")
+    parser.add_argument("--finish", action="store_true", help="end the stage that an array did")
+    parser.add_argument("--verify", action="store_true", help="compare a store with its hashes")
     args = parser.parse_intermixed_args()
+    share = read_share(args.task_index, args.num_tasks)
+    if (share is not None) + args.finish + args.verify > 1:
+        raise UserError("--task-index, --finish and --verify are different commands; give one")
     config = load_config(
         DataConfig, args.config, args.overrides, others=("model", "train", "tracking")
     )
 
-    from data_pipeline.prepare import prepare  # after the config: a mistake in it shows at once
+    from data_pipeline.prepare import prepare, verify  # after the config: its mistakes show at once
 
-    prepare(config, args.workers)
+    if args.verify:
+        verify(Path(config.data_dir))
+    else:
+        prepare(config, args.workers, cluster=args.cluster, share=share, finish=args.finish)
+
+
+def read_share(index: int | None, number: int | None) -> tuple[int, int] | None:
+    """(I, N) of a job array, or None; raises `UserError` if I is not one of N tasks."""
+    if index is None and number is None:
+        return None
+    if index is None or number is None or not 0 <= index < number:
+        raise UserError(
+            f"--task-index {index} --num-tasks {number}: both are wanted, and the index from 0 to "
+            "the number - 1"
+        )
+    return index, number
 
 
 if __name__ == "__main__":

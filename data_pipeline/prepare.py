@@ -1,9 +1,10 @@
 """corpus -> vocabulary -> store, in parallel: **prepare** is the order of those steps.
 
-Each step is a function piece -> folder, written beside and renamed, so a command that was stopped
-goes on where it was and the result does not depend on the number of workers. The text is read once:
-scanning numbers the words, and encoding looks those numbers up in the vocabulary that the counts of
-the words gave.
+Each step is a pure function piece -> folder, written beside and renamed, so a command that was
+stopped goes on where it was and the result depends neither on the number of workers nor on where
+they run. The text is read once: scanning numbers the words, and encoding looks those numbers up in
+the vocabulary that the counts of the words gave. Hashes chain corpus -> vocabulary -> shard ->
+store: `verify` follows them.
 """
 
 import hashlib
@@ -11,7 +12,9 @@ import json
 import os
 import shutil
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,7 @@ import numpy as np
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import Piece, Rejects, is_held_out, list_pieces, read_documents
 from data_pipeline.errors import UserError
-from data_pipeline.processes import run_tasks, written_beside
+from data_pipeline.processes import Task, locked, run_tasks, written_beside
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
 from data_pipeline.vocab import build_normalizer, build_tokenizer, train_wordpiece, write_tokenizer
@@ -30,57 +33,149 @@ BATCH_CHARACTERS = 1 << 20  # of sentences that are numbered together
 BATCH_SENTENCES = 1 << 16  # that are encoded together
 
 
-def prepare(config: DataConfig, workers: int | None = None) -> None:
+def prepare(
+    config: DataConfig,
+    workers: int | None = None,
+    *,
+    cluster: str | None = None,
+    share: tuple[int, int] | None = None,
+    finish: bool = False,
+) -> None:
     """Build `data_dir`: vocabulary and token store of the corpus; what is there already is kept.
 
+    On `workers` processes (default: one a core), or on the dask cluster at address `cluster`, whose
+    workers see the same files under the same names. `share` (i, n) does the tasks i, i + n, ... of
+    the stage that can be done now, reading or encoding, and may run beside other shares; `finish`
+    ends that stage: it makes the vocabulary of what was read, or the store of what was encoded.
     Raises `UserError` if `data_dir` was built from another corpus or with other settings.
     """
-    workers = workers or len(os.sched_getaffinity(0))
-    data_dir = Path(config.data_dir)
-    vocab_dir, store_dir, work_dir = data_dir / "vocab", data_dir / "store", data_dir / "work"
+    data_dir = Path(config.data_dir).absolute()
+    work_dir = data_dir / "work"
     pieces = list_pieces(config.corpus)
     key = settings_key(config.corpus, config.vocab, pieces)
-    if (store_dir / "manifest.json").exists():
-        if read_manifest(store_dir)["key"] != key:
-            raise UserError(
-                f"{data_dir} was built from another corpus or with other settings of corpus or "
-                f"vocab; choose another data_dir, or delete {data_dir}"
-            )
-        if (vocab_dir / "vocab.txt").exists():
-            print(f"store: {store_dir} is there already")
+    if is_prepared(data_dir, key):
+        shutil.rmtree(work_dir, ignore_errors=True)  # a killed command may have left it
+        print(f"store: {data_dir / 'store'} is there already")
+        return
+    run = partial(
+        run_stage,
+        workers=workers or len(os.sched_getaffinity(0)),
+        cluster=cluster,
+        share=share,
+        finish=finish,
+    )
+    with locked(data_dir, shared=share is not None):
+        if share is None:
+            remove_others(work_dir, key)
+
+        # scan: text -> numbered words
+        name = key[:16]
+        scans = [work_dir / f"{name}-scan-{i:05d}" for i in range(len(pieces))]
+        vocab_dir = work_dir / f"{name}-vocab"
+        if not vocab_dir.exists():
+            run("reading", scan_piece, scan_tasks(pieces, scans, config))
+            if share:
+                print("read; when the whole array has: the same command with --finish instead")
+                return
+            make_vocabulary(scans, vocab_dir, config, pieces)
+            if finish:
+                print("next: the array once more, which encodes, then --finish")
+                return
+        stats = read_stats(scans)
+
+        # encode: numbered words -> token ids; other pieces of words would be other shards
+        vocabulary = read_vocabulary(vocab_dir)
+        name += "-" + vocabulary.sha256[:16]
+        shards = [work_dir / f"{name}-shard-{i:05d}" for i in range(len(scans))]
+        run("encoding", encode_scan, encode_tasks(scans, shards, stats, vocab_dir, config.vocab))
+        if share:
+            print("encoded; when the whole array has: the same command with --finish instead")
             return
 
-    # scan: text -> numbered words
-    remove_others(work_dir, key)
-    scans = [work_dir / f"{key[:16]}-scan-{i:05d}" for i in range(len(pieces))]
-    todo = [
-        (p, s, config.corpus, config.vocab)
-        for p, s in zip(pieces, scans, strict=True)
-        if not s.exists()
-    ]
-    run_tasks("reading", scan_piece, todo, workers)
-    stats = [json.loads((scan / "stats.json").read_text()) for scan in scans]
-    check_corpus(stats, config, pieces)
+        with written_beside(data_dir / "vocab") as folder:
+            shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
+        manifest = assemble_store(shards, data_dir / "store", stats, key, vocabulary.sha256)
+        shutil.rmtree(work_dir, ignore_errors=True)
+    print_store(manifest, stats, pieces)
 
-    # vocabulary: counts of the training words -> pieces
+
+def is_prepared(data_dir: Path, key: str) -> bool:
+    """Whether vocabulary and store are there; raises `UserError` if they are others."""
+    store_dir = data_dir / "store"
+    if not (store_dir / "manifest.json").exists():
+        return False
+    if read_manifest(store_dir)["key"] != key:
+        raise UserError(
+            f"{data_dir} was built from another corpus or with other settings of corpus or "
+            f"vocab; choose another data_dir, or delete {data_dir}"
+        )
+    return (data_dir / "vocab/vocab.txt").exists()
+
+
+def run_stage(
+    verb: str,
+    function: Callable,
+    tasks: list[tuple[Path, Task]],
+    *,
+    workers: int,
+    cluster: str | None,
+    share: tuple[int, int] | None,
+    finish: bool,
+) -> None:
+    """Run the tasks of this share whose result, a folder, is not there yet.
+
+    Raises `UserError` with `finish` if any is missing.
+    """
+    mine = tasks[share[0] :: share[1]] if share else tasks
+    missing = [task for out, task in mine if not out.exists()]
+    if finish and missing:
+        raise UserError(
+            f"{len(missing)} of {len(tasks)} pieces are still to be done ({verb}), the first "
+            f"{missing[0].name}; run the array again, or this command without --finish"
+        )
+    done = sum(task.size for _, task in mine) - sum(task.size for task in missing)
+    if missing:
+        run_tasks(verb, function, missing, workers, cluster, done)
+
+
+def scan_tasks(
+    pieces: list[Piece], scans: list[Path], config: DataConfig
+) -> list[tuple[Path, Task]]:
+    tasks = []
+    for piece, scan in zip(pieces, scans, strict=True):
+        size, name = 1, piece.path
+        if os.path.isfile(piece.path):
+            piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
+            size = (piece.end or os.path.getsize(piece.path)) - piece.start
+            name += f" from byte {piece.start:,}" if piece.start else ""
+        task = Task((piece, scan, config.corpus, config.vocab), f"{scan.name[17:]} ({name})", size)
+        tasks.append((scan, task))
+    return tasks
+
+
+def encode_tasks(
+    scans: list[Path], shards: list[Path], stats: list[dict], vocab_dir: Path, vocab: VocabConfig
+) -> list[tuple[Path, Task]]:
+    return [
+        (shard, Task((scan, shard, vocab_dir, vocab), f"shard-{i:05d}", s["bytes"]))
+        for i, (scan, shard, s) in enumerate(zip(scans, shards, stats, strict=True))
+    ]
+
+
+def make_vocabulary(
+    scans: list[Path], vocab_dir: Path, config: DataConfig, pieces: list[Piece]
+) -> None:
+    """Counts of the training words -> the files of the vocabulary."""
+    check_corpus(read_stats(scans), config, pieces)
     counts = merge_counts(scans)
     pieces_of_words = train_wordpiece(counts, config.vocab)
     with written_beside(vocab_dir) as folder:
         write_tokenizer(folder, pieces_of_words, config.vocab)
-    vocabulary = read_vocabulary(vocab_dir)
-    print(f"vocabulary: {len(vocabulary):,} pieces from {len(counts):,} distinct words")
+    print(f"vocabulary: {len(pieces_of_words):,} pieces from {len(counts):,} distinct words")
 
-    # encode: numbered words -> token ids
-    shards = [work_dir / f"{key[:16]}-shard-{i:05d}" for i in range(len(scans))]
-    todo = [
-        (a, b, vocabulary.pieces, config.vocab)
-        for a, b in zip(scans, shards, strict=True)
-        if not b.exists()
-    ]
-    run_tasks("encoding", encode_scan, todo, workers)
-    manifest = assemble_store(shards, store_dir, stats, key, vocabulary.sha256)
-    shutil.rmtree(work_dir)
-    print_store(manifest, stats, pieces)
+
+def read_stats(scans: list[Path]) -> list[dict]:
+    return [json.loads((scan / "stats.json").read_text()) for scan in scans]
 
 
 def settings_key(corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece]) -> str:
@@ -121,7 +216,7 @@ def scan_piece(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig
     """
     split, rejects, text_hash = sentence_splitter(corpus.language), Rejects(), hashlib.sha256()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
-    with written_beside(out) as folder:
+    with written_beside(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, splitter, index) for name in SPLITS}
         size = 0
         for document in read_documents(piece, corpus, rejects):
@@ -204,17 +299,40 @@ def merge_counts(scans: list[Path]) -> Counter[str]:
 # ---------------------------------------------------------------------------------- encode
 
 
-def encode_scan(scan: Path, out: Path, pieces: list[str], vocab: VocabConfig) -> None:
-    """Write the token arrays of a scanned piece, for both splits, to folder `out`."""
+def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> None:
+    """Write the token arrays of a scanned piece, for both splits, to folder `out`, and what the
+    manifest says of them: `entries.json`."""
+    pieces = read_vocabulary(vocab_dir).pieces
     tokenizer = build_tokenizer(pieces, vocab)
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
     ids = [[], *(tokenize_word(tokenizer.model, word) for word in words[1:])]
     lengths = np.array([len(word) for word in ids])
     table = np.fromiter((i for word in ids for i in word), dtype_of(len(pieces)), lengths.sum())
     starts = np.cumsum(lengths) - lengths
-    with written_beside(out) as folder:
+    with written_beside(out, shared=True) as folder:
         for split in SPLITS:
             encode_split(scan / split, folder / split, table, starts, lengths)
+        entries = {s: describe_shard(folder / s) for s in SPLITS if (folder / s).exists()}
+        (folder / "entries.json").write_text(json.dumps(entries))
+
+
+def describe_shard(folder: Path) -> dict:
+    """Sizes and hashes of the arrays of a shard, for the manifest."""
+    tokens, sentences, documents = (
+        len(np.load(folder / f"{name}.npy", mmap_mode="r"))
+        for name in ("tokens", "sentence_offsets", "document_offsets")
+    )
+    return {
+        "tokens": tokens,
+        "sentences": sentences - 1,
+        "documents": documents - 1,
+        "sha256": {path.name: hash_file(path) for path in sorted(folder.iterdir())},
+    }
+
+
+def hash_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenize_word(model, word: str) -> list[int]:
@@ -265,29 +383,46 @@ def assemble_store(
         (store_dir / split).mkdir(parents=True)
         entries = []
         for i, shard in enumerate(shards):
-            if (shard / split).exists():
+            entry = json.loads((shard / "entries.json").read_text()).get(split)
+            if entry:
                 folder = store_dir / split / f"shard-{i:05d}"
                 shutil.copytree(shard / split, folder, copy_function=link_or_copy)
-                tokens, sentences, documents = (
-                    len(np.load(folder / f"{name}.npy", mmap_mode="r"))
-                    for name in ("tokens", "sentence_offsets", "document_offsets")
-                )
-                entries.append(
-                    {
-                        "name": folder.name,
-                        "tokens": tokens,
-                        "sentences": sentences - 1,
-                        "documents": documents - 1,
-                    }
-                )
+                entries.append({"name": folder.name} | entry)
         totals = {n: sum(e[n] for e in entries) for n in ("tokens", "sentences", "documents")}
         manifest[split] = totals | {"shards": entries}
-    text = json.dumps(manifest, indent=1)
-    manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()  # names the data in a checkpoint
+    manifest["sha256"] = hash_manifest(manifest)  # names the data in a checkpoint
     temporary = store_dir / "manifest.json.tmp"
     temporary.write_text(json.dumps(manifest, indent=1) + "\n")
     temporary.replace(store_dir / "manifest.json")
     return manifest
+
+
+def hash_manifest(manifest: dict) -> str:
+    """The hash of all that a manifest says but this hash."""
+    said = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(said, indent=1).encode()).hexdigest()
+
+
+def verify(data_dir: Path) -> None:
+    """Follow the hashes from the manifest to every file; raises `UserError` at the first that is
+    another."""
+    store_dir = data_dir / "store"
+    manifest = read_manifest(store_dir)
+    wanted = {data_dir / "vocab/vocab.txt": manifest["vocab_sha256"]} | {
+        store_dir / split / shard["name"] / name: sha256
+        for split in SPLITS
+        for shard in manifest[split]["shards"]
+        for name, sha256 in shard.get("sha256", {"(no hashes)": ""}).items()
+    }
+    sound = manifest.get("sha256") == hash_manifest(manifest)
+    bad = [] if sound else [store_dir / "manifest.json"]
+    bad += [p for p, sha256 in wanted.items() if not p.exists() or hash_file(p) != sha256]
+    if bad:
+        raise UserError(
+            f"{len(bad)} files are missing or not what was written, the first {bad[0]}; delete "
+            f"{store_dir} and run python -m data_pipeline"
+        )
+    print(f"store: {len(wanted):,} files are what the manifest {manifest['sha256'][:12]} says")
 
 
 def link_or_copy(source: str, target: str) -> None:

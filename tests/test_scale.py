@@ -1,0 +1,407 @@
+"""Preparation at scale: on processes, a dask cluster or a job array the bytes are the same, whoever
+is killed; the hashes of a store are followed; nothing is left behind."""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import data_pipeline.prepare as module
+from data_pipeline import processes
+from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
+from data_pipeline.corpus import Piece
+from data_pipeline.errors import UserError
+from data_pipeline.prepare import prepare, scan_tasks, verify
+from data_pipeline.processes import Task, locked, run_tasks, written_beside
+
+ROOT = Path(__file__).parents[1]
+DEADLINE = 60  # seconds that anything here may take on a busy machine
+
+
+@pytest.fixture(scope="module")
+def files(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Four files with some documents of the topics each."""
+    folder = tmp_path_factory.mktemp("files")
+    documents = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")[:40]
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("\n\n".join(documents[i::4]), encoding="utf-8")
+    return [str(path) for path in sorted(folder.iterdir())]
+
+
+@pytest.fixture(scope="module")
+def finished(files: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data_dir made by one process that nobody disturbed; not to be written to."""
+    data_dir = tmp_path_factory.mktemp("finished") / "data"
+    prepare(config_of(files, data_dir), workers=1)
+    return data_dir
+
+
+def config_of(files: list[str], data_dir: Path) -> DataConfig:
+    return DataConfig(
+        data_dir=str(data_dir),
+        corpus=CorpusConfig(files=files, held_out=0.1),
+        vocab=VocabConfig(size=512),
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def finished_folders(data_dir: Path) -> set[str]:
+    return {p.name for p in (data_dir / "work").glob("*") if p.suffix != ".tmp"}
+
+
+# ---------------------------------------------------------------------------------- a cluster
+
+
+@pytest.fixture
+def cluster():
+    """The address of two dask workers, a process each, that die for good when they are killed."""
+    import dask
+    from distributed import LocalCluster
+
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 2}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+        ) as local,
+    ):
+        yield local.scheduler_address
+
+
+def die_in_the_middle(out: Path) -> None:
+    out.with_name(f"{out.name}.{os.getpid()}.tmp").mkdir(parents=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def scan_or_die_once(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig) -> None:
+    died = Path(f"{out.parents[2]}/died")
+    if out.name.endswith("00002") and not died.exists():
+        died.touch()
+        die_in_the_middle(out)
+    real_scan(piece, out, corpus, vocab)
+
+
+def scan_or_die(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig) -> None:
+    if out.name.endswith("00002"):
+        die_in_the_middle(out)
+    real_scan(piece, out, corpus, vocab)
+
+
+real_scan = module.scan_piece
+
+
+def test_a_cluster_that_loses_a_worker_writes_the_same_bytes(
+    files, finished, tmp_path: Path, cluster: str, monkeypatch
+):
+    monkeypatch.setattr(module, "scan_piece", scan_or_die_once)
+    prepare(config_of(files, tmp_path / "data"), cluster=cluster)
+    assert (tmp_path / "died").exists()
+    assert contents(tmp_path / "data") == contents(finished)
+    assert not (tmp_path / "data/work").exists()
+
+
+def test_a_piece_that_kills_every_worker_of_a_cluster_is_named(
+    files, tmp_path: Path, cluster: str, monkeypatch
+):
+    monkeypatch.setattr(module, "scan_piece", scan_or_die)
+    with pytest.raises(UserError, match=r"killed while reading scan-00002 \(.*2\.txt\) \("):
+        prepare(config_of(files, tmp_path / "data"), cluster=cluster)
+
+
+def test_a_mistake_in_the_corpus_comes_back_from_a_cluster(tmp_path: Path, cluster: str):
+    (tmp_path / "bad.txt").write_bytes(b"Fine.\n\nBad \xe4.\n")
+    with pytest.raises(UserError, match=r"bad\.txt: byte 11 is not utf-8"):
+        prepare(config_of([str(tmp_path / "bad.txt")], tmp_path / "data"), cluster=cluster)
+
+
+def test_a_scheduler_that_goes_away_is_one_line(tmp_path: Path):
+    address = tmp_path / "address"
+    dask = [str(Path(sys.executable).parent / "dask"), "scheduler", "--no-dashboard"]
+    scheduler = subprocess.Popen(
+        [*dask, "--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(address)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: address.exists() and address.read_text().rstrip().endswith("}"))
+        url = json.loads(address.read_text())["address"]
+        threading.Timer(1, scheduler.kill).start()
+        with pytest.raises(UserError, match=f"the dask scheduler at {url} is gone"):
+            run_tasks("sleeping", time.sleep, [Task((600,), "a")], workers=1, cluster=url)
+    finally:
+        scheduler.kill()
+        scheduler.wait()
+
+
+def test_no_scheduler_is_one_line(files, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(processes, "PATIENCE", 0.5)
+    with pytest.raises(UserError, match="no dask scheduler at tcp://127.0.0.1:9"):
+        prepare(config_of(files, tmp_path / "data"), cluster="tcp://127.0.0.1:9")
+
+
+def test_without_dask_the_extra_is_named(files, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(UserError, match=r"bert-pretrain\[cluster\]"):
+        prepare(config_of(files, tmp_path / "data"), cluster="tcp://127.0.0.1:9")
+
+
+# ---------------------------------------------------------------------------------- a job array
+
+
+def test_a_job_array_writes_the_same_bytes(files, finished, tmp_path: Path):
+    config = config_of(files, tmp_path)
+    for share in ((2, 3), (0, 3), (1, 3)):
+        prepare(config, workers=1, share=share)
+    assert len(finished_folders(tmp_path)) == 4
+    prepare(config, workers=1, finish=True)
+    for share in ((1, 2), (0, 2)):  # another array may have another number
+        prepare(config, workers=1, share=share)
+    prepare(config, workers=1, finish=True)
+    assert contents(tmp_path) == contents(finished)
+    assert not (tmp_path / "work").exists()
+
+
+def test_an_array_task_touches_its_own_pieces_only(files, tmp_path: Path):
+    work = tmp_path / "work"
+    (work / "another-shard.tmp").mkdir(parents=True)  # that another task is writing
+    prepare(config_of(files, tmp_path), workers=1, share=(1, 2))
+    assert sorted(name[16:] for name in finished_folders(tmp_path)) == [
+        "-scan-00001",
+        "-scan-00003",
+    ]
+    assert (work / "another-shard.tmp").exists()
+
+
+def test_finish_says_what_is_missing_and_the_plain_command_does_it(files, finished, tmp_path: Path):
+    config = config_of(files, tmp_path)
+    prepare(config, workers=1, share=(1, 2))
+    with pytest.raises(UserError, match=r"2 of 4 pieces .*reading.*scan-00000 \(.*0\.txt\)"):
+        prepare(config, workers=1, finish=True)
+    prepare(config, workers=1, share=(0, 2))
+    prepare(config, workers=1, finish=True)
+    with pytest.raises(UserError, match=r"4 of 4 pieces .*encoding.*shard-00000"):
+        prepare(config, workers=1, finish=True)
+    prepare(config, workers=1)
+    assert contents(tmp_path) == contents(finished)
+
+
+@pytest.mark.parametrize(
+    "args", [["--task-index", "1"], ["--num-tasks", "2"], ["--task-index", "2", "--num-tasks", "2"]]
+)
+def test_a_task_index_without_its_number_is_one_line(args: list[str]):
+    command = [sys.executable, "-m", "data_pipeline", "configs/quickstart.yaml", *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --task-index") and done.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------- one machine
+
+
+def write_config(folder: Path, files: list[str]) -> Path:
+    path = folder / "c.yaml"
+    path.write_text(
+        f"data_dir: {folder}/data\ncorpus: {{files: {files}, held_out: 0.1}}\nvocab: {{size: 512}}"
+    )
+    return path
+
+
+def test_a_command_that_is_killed_at_every_step_ends_with_the_same_bytes(
+    files, finished, tmp_path: Path
+):
+    command = [sys.executable, "-m", "data_pipeline", str(write_config(tmp_path, files))]
+    kills = 0
+    while True:
+        before = finished_folders(tmp_path / "data")
+        process = subprocess.Popen(
+            [*command, "--workers", "2"], cwd=ROOT, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None:
+            if finished_folders(tmp_path / "data") - before:
+                process.kill()
+                process.wait()
+            time.sleep(0.002)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+        assert kills < 12
+    assert kills >= 2
+    assert contents(tmp_path / "data") == contents(finished)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_killed_worker_stops_the_command_which_names_its_piece_and_goes_on_later(
+    files, finished, tmp_path: Path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "scan_piece", scan_or_die)
+        with pytest.raises(UserError, match=r"killed while reading .*scan-00002 \(.*2\.txt\)") as e:
+            prepare(config_of(files, tmp_path), workers=2)
+    assert str(e.value).count("scan-") <= 2  # as many as there were workers
+    kept = finished_folders(tmp_path)
+    assert kept
+    again = []
+    monkeypatch.setattr(module, "scan_piece", lambda *task: (again.append(task), real_scan(*task)))
+    prepare(config_of(files, tmp_path), workers=1)
+    assert len(again) == 4 - len(kept) and not kept & {out.name for _, out, _, _ in again}
+    assert contents(tmp_path) == contents(finished)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+SLEEP = """
+import sys, time
+from pathlib import Path
+from data_pipeline.processes import Task, run_tasks
+
+def work(marker):
+    Path(marker).touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    run_tasks("sleeping", work, [Task((path,), path) for path in sys.argv[1:]], workers=2)
+"""
+
+
+def test_no_worker_outlives_a_command_that_is_killed(tmp_path: Path):
+    (tmp_path / "sleep.py").write_text(SLEEP)
+    markers = [tmp_path / "a", tmp_path / "b"]
+    command = subprocess.Popen(
+        [sys.executable, str(tmp_path / "sleep.py"), *map(str, markers)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: all(marker.exists() for marker in markers))  # both are at work
+        children = psutil.Process(command.pid).children(recursive=True)
+    finally:
+        command.kill()
+        command.wait()
+    _, alive = psutil.wait_procs(children, timeout=3)
+    for process in alive:
+        process.kill()
+    assert len(children) >= 2 and not alive
+
+
+def wait_for(condition):
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_a_second_command_in_the_same_folder_stops_with_one_line(files, tmp_path: Path):
+    config = config_of(files, tmp_path)
+    with locked(tmp_path), pytest.raises(UserError, match="another command is at work in"):
+        prepare(config, workers=1)
+    with locked(tmp_path), pytest.raises(UserError, match="another command is at work in"):
+        prepare(config, workers=1, share=(0, 2))
+    with locked(tmp_path, shared=True):
+        prepare(config, workers=1, share=(0, 2))
+        with pytest.raises(UserError, match="another command is at work in"):
+            prepare(config, workers=1)
+    prepare(config, workers=1)
+
+
+def test_work_that_a_kill_after_the_manifest_left_is_removed(files, finished, tmp_path: Path):
+    shutil.copytree(finished, tmp_path / "data")
+    (tmp_path / "data/work/0-scan-00000").mkdir(parents=True)
+    prepare(config_of(files, tmp_path / "data"), workers=1)
+    assert contents(tmp_path / "data") == contents(finished)
+    assert not (tmp_path / "data/work").exists()
+
+
+def test_of_two_who_write_one_result_both_end_and_one_stays(tmp_path: Path):
+    out = tmp_path / "out"
+    with written_beside(out, shared=True) as slow:
+        (slow / "file").write_text("same")
+        with written_beside(out, shared=True) as fast:
+            (fast / "file").write_text("same")
+        inode = (out / "file").stat().st_ino
+    assert (out / "file").stat().st_ino == inode
+    assert contents(tmp_path) == {"out/file": b"same"}
+
+
+def test_the_bar_counts_bytes_and_goes_on_where_it_was(tmp_path: Path, capsys, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"x" * 1000)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"y" * 1000))
+    pieces = [
+        Piece(str(tmp_path / "a.txt"), "line", 0, 300),
+        Piece(str(tmp_path / "a.txt"), "line", 300, 1000),
+        Piece(str(tmp_path / "b.txt.gz"), "line"),
+    ]
+    tasks = scan_tasks(pieces, [tmp_path / f"{'k' * 16}-{i}" for i in range(3)], DataConfig())
+    assert [t.size for _, t in tasks] == [300, 700, (tmp_path / "b.txt.gz").stat().st_size]
+    run_tasks("reading", len, [Task(("",), "a", 2000), Task(("",), "b", 1000)], 1, done=1000)
+    line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
+    assert "4.00k/4.00k" in line and "2/2 pieces" in line
+
+
+# ---------------------------------------------------------------------------------- hashes
+
+
+def test_the_manifest_holds_the_hash_of_every_file_of_the_store(finished: Path):
+    manifest = json.loads((finished / "store/manifest.json").read_text())
+    said = {
+        f"store/{split}/{shard['name']}/{name}": sha256
+        for split in ("train", "held_out")
+        for shard in manifest[split]["shards"]
+        for name, sha256 in shard["sha256"].items()
+    } | {"vocab/vocab.txt": manifest["vocab_sha256"]}
+    found = {
+        name: hashlib.sha256(data).hexdigest()
+        for name, data in contents(finished).items()
+        if name.endswith((".npy", "vocab.txt"))
+    }
+    assert said == found and len(said) > 12
+
+
+def test_a_sound_store_is_verified_and_any_changed_file_is_named(finished: Path, tmp_path: Path):
+    data_dir = tmp_path / "data"
+    shutil.copytree(finished, data_dir)
+    verify(data_dir)
+    files = [*data_dir.rglob("*.npy"), data_dir / "vocab/vocab.txt"]
+    assert len(files) > 12
+    for path in files:
+        data = path.read_bytes()
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(UserError, match=f"1 files are .* the first {path}"):
+            verify(data_dir)
+        path.unlink()
+        with pytest.raises(UserError, match=f"1 files are .* the first {path}"):
+            verify(data_dir)
+        path.write_bytes(data)
+    manifest = data_dir / "store/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"tokens": 1', '"tokens": 2', 1))
+    with pytest.raises(UserError, match="the first .*manifest.json"):
+        verify(data_dir)
+
+
+def test_shards_of_another_vocabulary_are_not_taken_for_ours(files, finished, tmp_path: Path):
+    config = config_of(files, tmp_path)
+    for share in ((0, 2), (1, 2)):
+        prepare(config, workers=1, share=share)
+    prepare(config, workers=1, finish=True)
+    prepare(config, workers=1, share=(0, 1))
+    vocab = next((tmp_path / "work").glob("*-vocab"))
+    lines = (vocab / "vocab.txt").read_text().splitlines()
+    lines[-2:] = lines[:-3:-1]  # another vocabulary: its last two pieces change places
+    (vocab / "vocab.txt").write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(UserError, match="4 of 4 pieces are still to be done .encoding"):
+        prepare(config, workers=1, finish=True)
