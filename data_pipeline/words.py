@@ -188,6 +188,9 @@ def load_segmenter(name: str | None) -> Segmenter | None:
         return rjieba.cut
     module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        segment = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise UserError(f"corpus.words {name} cannot be imported: {error}") from None
+    if not callable(segment):
+        raise UserError(f"corpus.words {name} is not a function but {type(segment).__name__}")
+    return segment
