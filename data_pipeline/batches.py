@@ -154,7 +154,8 @@ def build_batch(
     places = np.repeat(target - before, segment) + steps
     origins = np.repeat(source - before, segment) + steps
     input_ids = np.empty(total, np.int64)
-    input_ids[places] = store.take(origins)
+    tokens = store.take(origins)
+    input_ids[places] = tokens
     input_ids[cu_seqlens[:-1]] = vocabulary["[CLS]"]
     input_ids[cu_seqlens[:-1] + a + 1] = vocabulary["[SEP]"]
     input_ids[cu_seqlens[1:] - 1] = vocabulary["[SEP]"]
@@ -162,7 +163,7 @@ def build_batch(
     # words: runs of tokens that no word starts in; none spans two segments
     is_start = np.ones(len(origins), bool)
     if data.masking == "whole_word":
-        is_start = ~vocabulary.continues[input_ids[places]]
+        is_start = store.starts_word(origins, tokens)
     is_start[before[segment > 0]] = True
     word = np.flatnonzero(is_start)
     word_length = np.diff(word, append=len(places))

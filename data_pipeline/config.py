@@ -5,6 +5,7 @@ to `pretrain.config`, which adds them to the same dataclass.
 """
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +52,9 @@ class CorpusConfig:
     """Bytes that are not text: `strict` stops and names the place, `replace` puts U+FFFD."""
     language: str = "en"
     """ISO 639 code, for the sentence splitter."""
+    words: str | None = None
+    """What is masked together: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a
+    function `package.module:name` that divides a str into a list of its words."""
     held_out: float = 0.01
     """Share of documents kept from training for evaluation, chosen by a hash of their text."""
 
@@ -63,6 +67,11 @@ class CorpusConfig:
         check(self.source in (None, "python-docs"), f"corpus.source {self.source!r}: python-docs")
         check_choice("corpus.layout", self.layout, ("auto", "blank_line", "line", "file", "jsonl"))
         check_choice("corpus.errors", self.errors, ("strict", "replace"))
+        check(
+            self.words in (None, "segmenter")
+            or re.fullmatch(r"[\w.]+:\w+", self.words) is not None,
+            f"corpus.words is {self.words!r}; it can be null, segmenter or package.module:function",
+        )
         check(0 <= self.held_out < 1, f"corpus.held_out {self.held_out} is not in [0, 1)")
         try:
             "".encode(self.encoding)

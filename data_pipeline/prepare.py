@@ -26,11 +26,21 @@ from data_pipeline.processes import Task, locked, run_tasks, written_beside
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
 from data_pipeline.vocab import build_normalizer, build_tokenizer, train_wordpiece, write_tokenizer
-from data_pipeline.words import END, WordIndex, WordSplitter, number_words
+from data_pipeline.words import (
+    END,
+    UnitIndex,
+    WordIndex,
+    WordSplitter,
+    load_segmenter,
+    number_units,
+    number_words,
+)
 
 SPLITS = ("train", "held_out")
 BATCH_CHARACTERS = 1 << 20  # of sentences that are numbered together
 BATCH_SENTENCES = 1 << 16  # that are encoded together
+BATCH_WORDS = 1 << 20  # whose starts are packed together
+SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a split, with types
 
 
 def prepare(
@@ -212,12 +222,17 @@ def scan_piece(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig
     """Write the words of a piece, numbered in order of appearance, to folder `out`.
 
     `words.txt` (word i on line i), `counts.npy` (of training), `stats.json`, and for each split
-    `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each).
+    `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each); where
+    `corpus.words` names a segmenter also `units.u1` (whether a masking unit starts at each word).
     """
+    segment = load_segmenter(corpus.words)
     split, rejects, text_hash = sentence_splitter(corpus.language), Rejects(), hashlib.sha256()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
+    number = partial(number_words, split=splitter, index=index)
+    if segment:
+        number = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
     with written_beside(out, shared=True) as folder:
-        writers = {name: WordWriter(folder / name, splitter, index) for name in SPLITS}
+        writers = {name: WordWriter(folder / name, number) for name in SPLITS}
         size = 0
         for document in read_documents(piece, corpus, rejects):
             data = document.encode("utf-8", "replace")
@@ -238,12 +253,9 @@ class WordWriter:
     """Sentences of documents -> word numbers on disk, a batch at a time; knows what it has
     written."""
 
-    def __init__(self, folder: Path, splitter: WordSplitter, index: WordIndex):
+    def __init__(self, folder: Path, number: Callable[[list[str]], tuple[np.ndarray, ...]]):
         folder.mkdir()
-        self.splitter, self.index = splitter, index
-        self.files = [
-            open(folder / name, "wb") for name in ("words.u4", "sentences.i4", "documents.i4")
-        ]
+        self.folder, self.number = folder, number
         self.sentences: list[str] = []
         self.sizes: list[int] = []  # sentences of each waiting document
         self.waiting = 0  # characters
@@ -260,13 +272,13 @@ class WordWriter:
         return bool(sentences)
 
     def flush(self) -> None:
-        numbers, words = number_words(self.sentences, self.splitter, self.index)
+        numbers, words, *starts = self.number(self.sentences)
         document = np.repeat(np.arange(len(self.sizes)), self.sizes)[words > 0]
         sizes = np.bincount(document, minlength=len(self.sizes))
-        for file, array in zip(
-            self.files, (numbers, words[words > 0], sizes[sizes > 0]), strict=True
-        ):
-            array.astype("<u4").tofile(file)
+        arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
+        for name, array in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
+            with open(self.folder / name, "ab") as file:
+                array.astype("<" + name[-2:]).tofile(file)
         counts = np.bincount(numbers, minlength=len(self.counts))
         counts[: len(self.counts)] += self.counts
         self.counts = counts
@@ -280,8 +292,6 @@ class WordWriter:
 
     def close(self) -> dict[str, int]:
         self.flush()
-        for file in self.files:
-            file.close()
         return self.stats
 
 
@@ -364,8 +374,31 @@ def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.n
         first = offsets[batch.start]
         tokens[first : first + len(source)] = table[source]
     tokens.flush()
+    if (scan / "units.u1").exists():
+        units = np.memmap(scan / "units.u1", "?", "r")
+        write_word_starts(out / "word_starts.npy", len(tokens), words, units, lengths)
     np.save(out / "sentence_offsets.npy", offsets)
     np.save(out / "document_offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+
+def write_word_starts(
+    path: Path, n_tokens: int, words: np.ndarray, units: np.ndarray, lengths: np.ndarray
+) -> None:
+    """One bit a token, the lowest of a byte first: whether a masking unit starts there.
+
+    `units` bool (len(words),): whether one starts at each word; `lengths`: tokens of each number.
+    """
+    bits = np.lib.format.open_memmap(path, "w+", np.uint8, ((n_tokens + 7) // 8,))
+    first = 0
+    for i in range(0, len(words), BATCH_WORDS):
+        n = lengths[words[i : i + BATCH_WORDS]]
+        ends = first % 8 + np.cumsum(n)
+        is_start = np.zeros(ends[-1], bool)
+        is_start[(ends - n)[units[i : i + BATCH_WORDS]]] = True
+        packed = np.packbits(is_start, bitorder="little")
+        bits[first // 8 : first // 8 + len(packed)] |= packed
+        first += int(n.sum())
+    bits.flush()
 
 
 def dtype_of(vocab_size: int) -> type:
@@ -390,6 +423,8 @@ def assemble_store(
                 entries.append({"name": folder.name} | entry)
         totals = {n: sum(e[n] for e in entries) for n in ("tokens", "sentences", "documents")}
         manifest[split] = totals | {"shards": entries}
+    if any(store_dir.glob("*/*/word_starts.npy")):
+        manifest["word_starts"] = True
     manifest["sha256"] = hash_manifest(manifest)  # names the data in a checkpoint
     temporary = store_dir / "manifest.json.tmp"
     temporary.write_text(json.dumps(manifest, indent=1) + "\n")

@@ -2,12 +2,14 @@
 
 A folder a split (`train`, `held_out`), in it a folder a shard with `tokens.npy` (uint16 or uint32),
 `sentence_offsets.npy` (token where each sentence starts, and the end) and `document_offsets.npy`
-(sentence where each document starts, and the end). Sentences lie one after another, so any segment
+(sentence where each document starts, and the end); where a segmenter said what words are,
+`word_starts.npy` too, one bit a token. Sentences lie one after another, so any segment
 of a document is a slice. No padding, no pairs, no masks: those are drawn afresh every epoch.
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +57,11 @@ class TokenStore:
     """One split of a store: a sequence of tokens, cut in sentences, cut in documents.
 
     `sentence_offsets` int64 (sentences + 1,) in tokens, `document_offsets` int64 (documents + 1,)
-    in sentences, both over all shards together; `vocabulary` gives the words.
+    in sentences, both over all shards together; `vocabulary` gives the words, or the bits of
+    `word_starts` do.
     """
+
+    word_starts: list[np.ndarray] | None = None  # of each shard: uint8 (tokens / 8,), low bit first
 
     def __init__(self, folder: Path, split: str, vocabulary: Vocabulary):
         self.manifest = read_manifest(folder)
@@ -68,6 +73,8 @@ class TokenStore:
             )
         self.vocabulary = vocabulary
         self.tokens: list[np.ndarray] = []
+        if self.manifest.get("word_starts"):
+            self.word_starts = []
         sentences, documents = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
         starts = [0]
         for shard in self.manifest[split]["shards"]:
@@ -84,6 +91,8 @@ class TokenStore:
                     f"data_pipeline"
                 )
             self.tokens.append(tokens)
+            if self.word_starts is not None:
+                self.word_starts.append(load_bits(folder / split / shard["name"], len(tokens)))
             sentences.append(sentence[1:] + sentences[-1][-1])
             documents.append(document[1:] + documents[-1][-1])
             starts.append(starts[-1] + len(tokens))
@@ -100,18 +109,30 @@ class TokenStore:
 
     def take(self, positions: np.ndarray) -> np.ndarray:
         """The tokens at `positions` int64 (n,), any order, over all shards: int64 (n,)."""
-        if len(self.tokens) == 1:
-            return self.tokens[0][positions].astype(np.int64)
+        return self.read(self.tokens, positions, lambda tokens, places: tokens[places])
+
+    def starts_word(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
+        """Whether a word starts at each of `positions` int64 (n,): bool (n,).
+
+        `tokens` are those at `positions`, where they are at hand already.
+        """
+        if self.word_starts is not None:
+            return self.read(self.word_starts, positions, read_bits) != 0
+        return ~self.vocabulary.continues[self.take(positions) if tokens is None else tokens]
+
+    def read(
+        self, arrays: list[np.ndarray], positions: np.ndarray, at: Callable[..., np.ndarray]
+    ) -> np.ndarray:
+        """What `at(array, places in the shard)` gives for `positions`, of an array a shard: int64
+        (n,)."""
+        if len(arrays) == 1:
+            return at(arrays[0], positions).astype(np.int64)
         out = np.empty(len(positions), np.int64)
         shards = np.searchsorted(self.shard_starts, positions, side="right") - 1
         for shard in np.unique(shards):
             here = shards == shard
-            out[here] = self.tokens[shard][positions[here] - self.shard_starts[shard]]
+            out[here] = at(arrays[shard], positions[here] - self.shard_starts[shard])
         return out
-
-    def starts_word(self, positions: np.ndarray) -> np.ndarray:
-        """Whether a word starts at each of `positions` int64 (n,): bool (n,)."""
-        return ~self.vocabulary.continues[self.take(positions)]
 
     def token_counts(self) -> np.ndarray:
         """How often each piece occurs: int64 (V,)."""
@@ -121,6 +142,20 @@ class TokenStore:
                 part = shard[start : start + (1 << 24)]
                 counts += np.bincount(part, minlength=len(counts))
         return counts
+
+
+def read_bits(bits: np.ndarray, places: np.ndarray) -> np.ndarray:
+    return (bits[places >> 3] >> (places & 7)) & 1
+
+
+def load_bits(shard: Path, tokens: int) -> np.ndarray:
+    bits = load_array(shard / "word_starts.npy")
+    if bits.dtype != np.uint8 or len(bits) != (tokens + 7) // 8:
+        raise UserError(
+            f"{shard / 'word_starts.npy'} has {len(bits)} bytes ({bits.dtype}), not a bit for each "
+            f"of {tokens} tokens; delete {shard.parents[1]} and run python -m data_pipeline"
+        )
+    return bits
 
 
 def load_array(path: Path) -> np.ndarray:
