@@ -19,10 +19,12 @@ import numpy as np
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import Piece, Rejects, is_held_out, list_pieces, read_documents
 from data_pipeline.errors import UserError
+from data_pipeline.existing_vocab import make_vocabulary, read_existing
 from data_pipeline.processes import run_tasks, written_beside
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
-from data_pipeline.vocab import build_normalizer, build_tokenizer, train_wordpiece, write_tokenizer
+from data_pipeline.vocab import WordCounts, build_normalizer, build_tokenizer, write_tokenizer
+from data_pipeline.vocab_report import print_report, report_vocabulary
 from data_pipeline.words import END, WordIndex, WordSplitter, number_words
 
 SPLITS = ("train", "held_out")
@@ -38,8 +40,8 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
     workers = workers or len(os.sched_getaffinity(0))
     data_dir = Path(config.data_dir)
     vocab_dir, store_dir, work_dir = data_dir / "vocab", data_dir / "store", data_dir / "work"
-    pieces = list_pieces(config.corpus)
-    key = settings_key(config.corpus, config.vocab, pieces)
+    pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
+    key = settings_key(config.corpus, config.vocab, pieces, existing)
     if (store_dir / "manifest.json").exists():
         if read_manifest(store_dir)["key"] != key:
             raise UserError(
@@ -62,13 +64,15 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
     stats = [json.loads((scan / "stats.json").read_text()) for scan in scans]
     check_corpus(stats, config, pieces)
 
-    # vocabulary: counts of the training words -> pieces
-    counts = merge_counts(scans)
-    pieces_of_words = train_wordpiece(counts, config.vocab)
+    # vocabulary: counts of the training words -> pieces, measured on the held-out words
+    counts, unseen = merge_counts(scans, "train"), merge_counts(scans, "held_out")
+    pieces_of_words = make_vocabulary(counts, config.vocab, existing)
+    report = report_vocabulary(pieces_of_words, len(existing), counts, unseen, config.vocab)
     with written_beside(vocab_dir) as folder:
         write_tokenizer(folder, pieces_of_words, config.vocab)
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    print_report(report)
     vocabulary = read_vocabulary(vocab_dir)
-    print(f"vocabulary: {len(vocabulary):,} pieces from {len(counts):,} distinct words")
 
     # encode: numbered words -> token ids
     shards = [work_dir / f"{key[:16]}-shard-{i:05d}" for i in range(len(scans))]
@@ -83,9 +87,12 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
     print_store(manifest, stats, pieces)
 
 
-def settings_key(corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece]) -> str:
+def settings_key(
+    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece], existing: list[str]
+) -> str:
     """A hash of all that the store depends on."""
-    settings = [FORMAT, asdict(corpus), asdict(vocab), [asdict(piece) for piece in pieces]]
+    settings = [FORMAT, asdict(corpus), asdict(vocab) | {"path": existing}]
+    settings.append([asdict(piece) for piece in pieces])
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -190,14 +197,18 @@ class WordWriter:
         return self.stats
 
 
-def merge_counts(scans: list[Path]) -> Counter[str]:
-    """How often each word occurs in the training text of all pieces."""
-    total: Counter[str] = Counter()
+def merge_counts(scans: list[Path], split: str) -> WordCounts:
+    """How often each word occurs in one split of all pieces, taken in their order."""
+    total = WordCounts()
     for scan in scans:
         words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-        counts = np.load(scan / "counts.npy")
-        for i in np.flatnonzero(counts):
-            total[words[i]] += int(counts[i])
+        if split == "train":
+            counts = np.load(scan / "counts.npy")
+        else:
+            numbers = np.fromfile(scan / split / "words.u4", "<u4")
+            counts = np.bincount(numbers, minlength=len(words))
+        found = np.flatnonzero(counts)
+        total.add(zip((words[i] for i in found), counts[found].tolist(), strict=True))
     return total
 
 

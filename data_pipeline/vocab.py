@@ -10,10 +10,11 @@ import heapq
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import add
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.config import VocabConfig
@@ -22,7 +23,39 @@ from data_pipeline.errors import UserError
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 DEFAULT_SIZE = 30522  # BERT's
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is one [UNK]
+MAX_WORDS = 1 << 22  # that are counted at a time, some 800 MB
 MULTIPLE = 64  # of the vocabulary's size: matrix products like it
+
+
+class WordCounts(dict[str, int]):
+    """How often each word occurs, in bounded memory.
+
+    Past `MAX_WORDS` words the rarest are dropped, of count 1, then 2 and so on, until half as many
+    are left. A count is then too small by `shortfall` at most, the sum of those thresholds;
+    `dropped` is how many occurrences went in all. Words of more than `MAX_WORD_CHARACTERS`, which
+    can only be [UNK], are not counted apart: `junk` is how often there was one.
+    """
+
+    def __init__(self) -> None:
+        self.junk = self.dropped = self.shortfall = 0
+
+    def add(self, words: Iterable[tuple[str, int]]) -> None:
+        """Add the counts of a piece of the corpus; the order of pieces decides what is dropped."""
+        for word, count in words:
+            if len(word) > MAX_WORD_CHARACTERS:
+                self.junk += count
+            else:
+                self[word] = self.get(word, 0) + count
+        if len(self) > MAX_WORDS:
+            self.drop_rarest(MAX_WORDS // 2)
+
+    def drop_rarest(self, size: int) -> None:
+        counts = np.fromiter(self.values(), np.int64, len(self))
+        threshold = int(np.partition(counts, -size - 1)[-size - 1])
+        self.dropped += int(counts[counts <= threshold].sum())
+        self.shortfall += threshold
+        for word in [word for word, count in self.items() if count <= threshold]:
+            del self[word]
 
 
 def build_normalizer(vocab: VocabConfig) -> normalizers.Normalizer:
