@@ -83,8 +83,11 @@ class CorpusConfig:
 
 @dataclass
 class VocabConfig:
-    size: int = 30522
-    """Pieces, special tokens included; the file is padded with [unusedN] to a multiple of 64."""
+    path: str | None = None
+    """A vocabulary that is there already, `vocab.txt` or a Hugging Face folder; null: train one."""
+    size: int | None = None
+    """Pieces, special tokens included; the file is padded with [unusedN] to a multiple of 64. Null:
+    30522, or all of `path`; above the size of `path`: grow that one by pieces of the corpus."""
     lowercase: bool = True
     """Lower-case the text."""
     strip_accents: bool | None = None
@@ -97,7 +100,8 @@ class VocabConfig:
     """Share of the corpus's characters that the alphabet holds; words with others become [UNK]."""
 
     def validate(self) -> None:
-        check(self.size >= 16, f"vocab.size {self.size} is below 16")
+        check(self.size is None or self.size >= 16, f"vocab.size {self.size} is below 16")
+        check((self.size or 0) <= 1_000_000, f"vocab.size {self.size} is above 1,000,000")
         check(self.min_frequency >= 1, f"vocab.min_frequency {self.min_frequency} is below 1")
         check(0 < self.character_coverage <= 1, "vocab.character_coverage is not in (0, 1]")
 

@@ -22,10 +22,12 @@ import numpy as np
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import Piece, Rejects, is_held_out, list_pieces, read_documents
 from data_pipeline.errors import UserError
+from data_pipeline.existing_vocab import make_vocabulary, read_existing
 from data_pipeline.processes import Task, locked, run_tasks, written_beside
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
-from data_pipeline.vocab import build_normalizer, build_tokenizer, train_wordpiece, write_tokenizer
+from data_pipeline.vocab import WordCounts, build_normalizer, build_tokenizer, write_tokenizer
+from data_pipeline.vocab_report import print_report, report_vocabulary
 from data_pipeline.words import (
     END,
     UnitIndex,
@@ -61,8 +63,8 @@ def prepare(
     """
     data_dir = Path(config.data_dir).absolute()
     work_dir = data_dir / "work"
-    pieces = list_pieces(config.corpus)
-    key = settings_key(config.corpus, config.vocab, pieces)
+    pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
+    key = settings_key(config.corpus, config.vocab, pieces, existing)
     if is_prepared(data_dir, key):
         shutil.rmtree(work_dir, ignore_errors=True)  # a killed command may have left it
         print(f"store: {data_dir / 'store'} is there already")
@@ -87,7 +89,8 @@ def prepare(
             if share:
                 print("read; when the whole array has: the same command with --finish instead")
                 return
-            make_vocabulary(scans, vocab_dir, config, pieces)
+            check_corpus(read_stats(scans), config, pieces)
+            write_vocabulary(scans, vocab_dir, config.vocab, existing)
             if finish:
                 print("next: the array once more, which encodes, then --finish")
                 return
@@ -172,25 +175,29 @@ def encode_tasks(
     ]
 
 
-def make_vocabulary(
-    scans: list[Path], vocab_dir: Path, config: DataConfig, pieces: list[Piece]
+def write_vocabulary(
+    scans: list[Path], vocab_dir: Path, vocab: VocabConfig, existing: list[str]
 ) -> None:
-    """Counts of the training words -> the files of the vocabulary."""
-    check_corpus(read_stats(scans), config, pieces)
-    counts = merge_counts(scans)
-    pieces_of_words = train_wordpiece(counts, config.vocab)
+    """Counts of the training words -> the files of the vocabulary, measured on held-out words."""
+    counts, unseen = merge_counts(scans, "train"), merge_counts(scans, "held_out")
+    pieces = make_vocabulary(counts, vocab, existing)
+    report = report_vocabulary(pieces, len(existing), counts, unseen, vocab)
     with written_beside(vocab_dir) as folder:
-        write_tokenizer(folder, pieces_of_words, config.vocab)
-    print(f"vocabulary: {len(pieces_of_words):,} pieces from {len(counts):,} distinct words")
+        write_tokenizer(folder, pieces, vocab)
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    print_report(report)
 
 
 def read_stats(scans: list[Path]) -> list[dict]:
     return [json.loads((scan / "stats.json").read_text()) for scan in scans]
 
 
-def settings_key(corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece]) -> str:
+def settings_key(
+    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece], existing: list[str]
+) -> str:
     """A hash of all that the store depends on."""
-    settings = [FORMAT, asdict(corpus), asdict(vocab), [asdict(piece) for piece in pieces]]
+    settings = [FORMAT, asdict(corpus), asdict(vocab) | {"path": existing}]
+    settings.append([asdict(piece) for piece in pieces])
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -295,14 +302,18 @@ class WordWriter:
         return self.stats
 
 
-def merge_counts(scans: list[Path]) -> Counter[str]:
-    """How often each word occurs in the training text of all pieces."""
-    total: Counter[str] = Counter()
+def merge_counts(scans: list[Path], split: str) -> WordCounts:
+    """How often each word occurs in one split of all pieces, taken in their order."""
+    total = WordCounts()
     for scan in scans:
         words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-        counts = np.load(scan / "counts.npy")
-        for i in np.flatnonzero(counts):
-            total[words[i]] += int(counts[i])
+        if split == "train":
+            counts = np.load(scan / "counts.npy")
+        else:
+            numbers = np.fromfile(scan / split / "words.u4", "<u4")
+            counts = np.bincount(numbers, minlength=len(words))
+        found = np.flatnonzero(counts)
+        total.add(zip((words[i] for i in found), counts[found].tolist(), strict=True))
     return total
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy as np
 from data_pipeline.errors import UserError
 
 FORMAT = 1
-SPECIAL_IDS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 
 
 @dataclass
@@ -34,7 +34,12 @@ class Vocabulary:
         return len(self.pieces)
 
     def __getitem__(self, piece: str) -> int:
-        return SPECIAL_IDS[piece]
+        """The id of a piece."""
+        return self.ids[piece]
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return {piece: i for i, piece in enumerate(self.pieces)}
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:

@@ -7,19 +7,55 @@ total order on the merges makes the result a function of the counts.
 """
 
 import heapq
+import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import add
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.config import VocabConfig
 from data_pipeline.errors import UserError
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
+DEFAULT_SIZE = 30522  # BERT's
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is one [UNK]
+MAX_WORDS = 1 << 22  # that are counted at a time, some 800 MB
 MULTIPLE = 64  # of the vocabulary's size: matrix products like it
+
+
+class WordCounts(dict[str, int]):
+    """How often each word occurs, in bounded memory.
+
+    Past `MAX_WORDS` words the rarest are dropped, of count 1, then 2 and so on, until half as many
+    are left. A count is then too small by `shortfall` at most, the sum of those thresholds;
+    `dropped` is how many occurrences went in all. Words of more than `MAX_WORD_CHARACTERS`, which
+    can only be [UNK], are not counted apart: `junk` is how often there was one.
+    """
+
+    def __init__(self) -> None:
+        self.junk = self.dropped = self.shortfall = 0
+
+    def add(self, words: Iterable[tuple[str, int]]) -> None:
+        """Add the counts of a piece of the corpus; the order of pieces decides what is dropped."""
+        for word, count in words:
+            if len(word) > MAX_WORD_CHARACTERS:
+                self.junk += count
+            else:
+                self[word] = self.get(word, 0) + count
+        if len(self) > MAX_WORDS:
+            self.drop_rarest(MAX_WORDS // 2)
+
+    def drop_rarest(self, size: int) -> None:
+        counts = np.fromiter(self.values(), np.int64, len(self))
+        threshold = int(np.partition(counts, -size - 1)[-size - 1])
+        self.dropped += int(counts[counts <= threshold].sum())
+        self.shortfall += threshold
+        for word in [word for word, count in self.items() if count <= threshold]:
+            del self[word]
 
 
 def build_normalizer(vocab: VocabConfig) -> normalizers.Normalizer:
@@ -32,37 +68,44 @@ def build_normalizer(vocab: VocabConfig) -> normalizers.Normalizer:
     )
 
 
-def train_wordpiece(counts: Mapping[str, int], vocab: VocabConfig) -> list[str]:
+def train_wordpiece(
+    counts: Mapping[str, int], vocab: VocabConfig, existing: Sequence[str] = ()
+) -> list[str]:
     """The pieces of a vocabulary, by id, from the counts of words; a pure function of both.
 
     Special tokens first, then continuations and beginnings of one character, each by code point,
     then merges, the most frequent pair first, ties to the smaller ids; `[unusedN]` up to a multiple
-    of 64. Raises `UserError` if the words do not yield `vocab.size` pieces.
+    of 64. The pieces of an `existing` vocabulary keep their ids; the characters that it lacks and
+    merges of its pieces follow them. Raises `UserError` if the words do not yield `vocab.size`
+    pieces.
     """
+    size = vocab.size or DEFAULT_SIZE
+    first = list(existing) or SPECIAL_TOKENS
     alphabet = choose_alphabet(counts, vocab.character_coverage)
     words = sorted(
         (word, count)
         for word, count in counts.items()
         if len(word) <= MAX_WORD_CHARACTERS and alphabet.issuperset(word)
     )
-    begins = {word[0] for word, _ in words}
-    continues = {character for word, _ in words for character in word[1:]}
-    pieces = SPECIAL_TOKENS + sorted("##" + c for c in continues) + sorted(begins)
-    if len(pieces) > vocab.size:
+    begins = {word[0] for word, _ in words}.difference(first)
+    continues = {"##" + character for word, _ in words for character in word[1:]}.difference(first)
+    pieces = first + sorted(continues) + sorted(begins)
+    if len(pieces) > size:
         raise UserError(
-            f"vocab.size {vocab.size} is too small: special tokens and single characters alone are "
-            f"{len(pieces)}; raise vocab.size or lower vocab.character_coverage"
+            f"vocab.size {size} is too small: {'vocab.path' if existing else 'special tokens'} and "
+            f"single characters alone are {len(pieces)}; raise vocab.size or lower "
+            f"vocab.character_coverage"
         )
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    symbols = [[ids[word[0]], *(ids["##" + c] for c in word[1:])] for word, _ in words]
-    merge_pairs(symbols, [count for _, count in words], pieces, vocab.size, vocab.min_frequency)
-    if len(pieces) < vocab.size:
+    model = build_tokenizer(pieces, vocab).model
+    spelled = ["".join([chr(token.id) for token in model.tokenize(word)]) for word, _ in words]
+    merge_pairs(spelled, [count for _, count in words], pieces, size, vocab.min_frequency)
+    if len(pieces) < size:
         raise UserError(
             f"the corpus yields at most {len(pieces)} pieces ({len(counts)} distinct words), not "
-            f"vocab.size {vocab.size}; set vocab.size={len(pieces)} or less, or add text"
+            f"vocab.size {size}; set vocab.size={len(pieces)} or less, or add text"
         )
-    padding = -len(pieces) % MULTIPLE
-    return pieces + [f"[unused{i}]" for i in range(padding)]
+    names = (name for i in itertools.count() if (name := f"[unused{i}]") not in existing)
+    return pieces + list(itertools.islice(names, -len(pieces) % MULTIPLE))
 
 
 def choose_alphabet(counts: Mapping[str, int], coverage: float) -> set[str]:
@@ -81,53 +124,70 @@ def choose_alphabet(counts: Mapping[str, int], coverage: float) -> set[str]:
 
 
 def merge_pairs(
-    words: list[list[int]], counts: list[int], pieces: list[str], size: int, min_frequency: int
+    words: list[str], counts: list[int], pieces: list[str], size: int, min_frequency: int
 ) -> None:
     """Append to `pieces` the merges of the most frequent neighbours in `words`, until there are
     `size`.
 
-    `words` are lists of ids into `pieces` and are rewritten as their pieces grow.
+    A word is a string with `chr(id)` for each of its pieces, so that a pair of pieces is a string
+    too and finding and replacing it is the string's own work. `words` are rewritten as their pieces
+    grow. Only the pairs at the place of a merge change their totals.
     """
-    pair_counts: defaultdict[tuple[int, int], int] = defaultdict(int)
-    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    totals: defaultdict[str, int] = defaultdict(int)
+    where: defaultdict[str, list[int]] = defaultdict(list)  # words that have, or had, the pair
     for i, word in enumerate(words):
-        for pair in zip(word, word[1:], strict=False):
-            pair_counts[pair] += counts[i]
-            where[pair].add(i)
+        for pair in map(add, word, word[1:]):
+            totals[pair] += counts[i]
+            where[pair].append(i)
     ids = {piece: i for i, piece in enumerate(pieces)}
-    heap = [(-count, pair) for pair, count in pair_counts.items()]
+    heap = [(-total, pair) for pair, total in totals.items() if total >= min_frequency]
     heapq.heapify(heap)
     while len(pieces) < size and heap:
         negative, pair = heapq.heappop(heap)
-        count = pair_counts[pair]
-        if count != -negative:  # an old entry: its pair has lost words since
-            if count > 0:
-                heapq.heappush(heap, (-count, pair))
+        if totals[pair] != -negative:  # an old entry: its pair has changed since
+            if min_frequency <= totals[pair] < -negative:
+                heapq.heappush(heap, (-totals[pair], pair))
             continue
-        if count < min_frequency:
-            break
         left, right = pair
-        piece = pieces[left] + pieces[right].removeprefix("##")
-        new = ids.setdefault(piece, len(pieces))  # ab + c and a + bc are one piece
-        if new == len(pieces):
+        piece = pieces[ord(left)] + pieces[ord(right)].removeprefix("##")
+        if ids.setdefault(piece, len(pieces)) == len(pieces):  # ab + c and a + bc are one piece
             pieces.append(piece)
-        grown = set()
-        for i in where.pop(pair):
-            word, count = words[i], counts[i]
-            for old in zip(word, word[1:], strict=False):
-                pair_counts[old] -= count
-            j = 0
-            while j < len(word) - 1:
-                if word[j] == left and word[j + 1] == right:
-                    word[j : j + 2] = [new]
-                j += 1
-            for fresh in zip(word, word[1:], strict=False):
-                pair_counts[fresh] += count
-                if new in fresh:
-                    where[fresh].add(i)
-                    grown.add(fresh)
-        for fresh in grown:
-            heapq.heappush(heap, (-pair_counts[fresh], fresh))
+        new = chr(ids[piece])
+        befores, afters = replace_pair(words, where.pop(pair), pair, new)
+        changes = [(before + left, before + new, found) for before, found in befores.items()]
+        changes += [(right + after, new + after, found) for after, found in afters.items()]
+        for old, fresh, found in changes:
+            total = sum(map(counts.__getitem__, found))
+            totals[old] -= total
+            totals[fresh] += total
+            where[fresh] += found
+        del totals[pair]  # none is left, whatever overlapping ones (aaa) have taken from it
+        for _, fresh, _ in changes:
+            if totals[fresh] >= min_frequency:
+                heapq.heappush(heap, (-totals[fresh], fresh))
+
+
+def replace_pair(
+    words: list[str], found: list[int], pair: str, new: str
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Replace `pair` by `new` in the words `found`, from the left.
+
+    Returns the piece before, and the piece after, each place -> the words where it stood there, as
+    often as it did.
+    """
+    befores: defaultdict[str, list[int]] = defaultdict(list)
+    afters: defaultdict[str, list[int]] = defaultdict(list)
+    for i in found:
+        word = words[i]
+        while pair in word:
+            head, _, tail = word.partition(pair)
+            if head:
+                befores[head[-1]].append(i)
+            if tail:
+                afters[tail[0]].append(i)
+            word = head + new + tail
+        words[i] = word
+    return befores, afters
 
 
 def build_tokenizer(pieces: list[str], vocab: VocabConfig) -> Tokenizer:

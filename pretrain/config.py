@@ -34,7 +34,7 @@ class ModelConfig:
     layer_norm_eps: float = 1e-12
     """Added to the variance in layer normalisation."""
     pad_token_id: int = 0
-    """Id of [PAD]; its embedding starts at zero."""
+    """Id of [PAD], 0 unless `vocab.path` has it elsewhere; its embedding starts at zero."""
     position_embedding_type: str = "absolute"
     """Learned embeddings of absolute positions, BERT's."""
 
@@ -55,10 +55,7 @@ class ModelConfig:
         check(
             self.type_vocab_size >= 2, "model.type_vocab_size is below 2, one for A and one for B"
         )
-        check(
-            self.pad_token_id == 0,
-            "model.pad_token_id is not 0, the id of [PAD] in every vocabulary",
-        )
+        check(self.pad_token_id >= 0, "model.pad_token_id is below 0")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             check(0 <= getattr(self, name) < 1, f"model.{name} is not in [0, 1)")
 

@@ -19,7 +19,7 @@ from data_pipeline.batches import Batch
 from data_pipeline.config import check
 from data_pipeline.errors import UserError, run_command
 from data_pipeline.processes import written_beside
-from data_pipeline.token_store import SPECIAL_IDS, read_vocabulary
+from data_pipeline.token_store import read_vocabulary
 from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining
@@ -132,10 +132,12 @@ def check_export(model: BertForPreTraining, folder: Path) -> str:
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back"
     vocabulary = read_vocabulary(folder)
-    assert all(vocabulary.pieces[i] == piece for piece, i in SPECIAL_IDS.items())
+    assert vocabulary["[PAD]"] == model.config.pad_token_id, "[PAD] has another id in config.json"
     assert len(vocabulary) == len(model.mlm.bias), "vocab.txt and the embeddings differ in length"
-    ids = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    assert ids == {piece: i for i, piece in enumerate(vocabulary.pieces)}, "tokenizer.json"
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    assert tokenizer["model"]["vocab"] == vocabulary.ids, "tokenizer.json"
+    for token in tokenizer["added_tokens"]:
+        assert vocabulary[token["content"]] == token["id"], token
     try:
         import transformers
     except ImportError:

@@ -18,6 +18,7 @@ from accelerate.utils import (
 )
 
 from data_pipeline.batches import BatchSource
+from data_pipeline.config import check
 from data_pipeline.errors import UserError
 from data_pipeline.processes import die_with_parent
 from data_pipeline.token_store import TokenStore, Vocabulary
@@ -69,7 +70,16 @@ def build_accelerator(settings: TrainConfig) -> Accelerator:
 
 
 def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
-    """What must stay the same from the first step of a run to its last, flat."""
+    """What must stay the same from the first step of a run to its last, flat.
+
+    Raises `UserError` if the model has another id of [PAD] than the vocabulary.
+    """
+    pad = store.vocabulary["[PAD]"]
+    check(
+        config.model.pad_token_id == pad,
+        f"model.pad_token_id is {config.model.pad_token_id}, and [PAD] has id {pad} in the "
+        f"vocabulary; set model.pad_token_id={pad}",
+    )
     free = (
         "log_every",
         "eval_every",

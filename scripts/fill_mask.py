@@ -8,7 +8,6 @@ from tokenizers import Tokenizer
 
 from data_pipeline.batches import Batch
 from data_pipeline.errors import UserError, run_command
-from data_pipeline.token_store import SPECIAL_IDS
 from pretrain.export import load_export
 from pretrain.model import BertForPreTraining
 
@@ -26,7 +25,7 @@ def fill_mask(
     """For each [MASK] of a sentence, the `k` likeliest pieces and their probabilities."""
     encoding = tokenizer.encode(sentence)
     ids, types = torch.tensor(encoding.ids), torch.tensor(encoding.type_ids)
-    masked = torch.nonzero(ids == SPECIAL_IDS["[MASK]"])[:, 0]
+    masked = torch.nonzero(ids == tokenizer.token_to_id("[MASK]"))[:, 0]
     if not len(masked):
         raise UserError(f"no [MASK] in {sentence!r}")
     if len(ids) > model.config.max_position_embeddings:

@@ -1,0 +1,97 @@
+"""vocabulary -> **its report**: how well it fits text that it was not made of, at several sizes.
+
+Merges are in the order of training, so a smaller vocabulary of the same corpus is the first part of
+a larger one and measuring it costs no training. A user who reads the table can choose the size.
+"""
+
+from data_pipeline.config import VocabConfig
+from data_pipeline.vocab import SPECIAL_TOKENS, WordCounts, build_tokenizer
+
+LONGEST = 10  # pieces that are shown
+MUCH_UNKNOWN = 0.05  # share of [UNK] that is worth a warning
+
+
+def report_vocabulary(
+    pieces: list[str], kept: int, train: WordCounts, held_out: WordCounts, vocab: VocabConfig
+) -> dict:
+    """What there is to say of a vocabulary whose first `kept` pieces were there before.
+
+    Measured on the held-out words, or on the training words if none are held out, after a quarter,
+    a half, three quarters and all of the merges.
+    """
+    size = sum(not piece.startswith("[unused") for piece in pieces[kept:]) + kept
+    merges = next((i for i in range(kept, size) if is_merge(pieces[i])), size)
+    sizes = sorted({merges + (size - merges) * quarter // 4 for quarter in (1, 2, 3, 4)})
+    words = held_out or train
+    return {
+        "size": len(pieces),
+        "pieces_kept": kept,
+        "words": sum(train.values()) + train.dropped + train.junk,
+        "distinct_words": len(train),
+        "words_too_long": train.junk,
+        "occurrences_of_rare_words_dropped": train.dropped,
+        "counts_too_small_by_at_most": train.shortfall,
+        "longest_pieces": sorted(pieces[kept:size], key=lambda p: (-len(bare(p)), p))[:LONGEST],
+        "measured_on": "held_out" if held_out else "train",
+        "measured_words": sum(words.values()) + words.junk,
+        "sizes": [{"size": n} | measure_fit(pieces[:n], words, vocab) for n in sizes],
+    }
+
+
+def bare(piece: str) -> str:
+    return piece.removeprefix("##")
+
+
+def is_merge(piece: str) -> bool:
+    return len(bare(piece)) > 1 and piece not in SPECIAL_TOKENS
+
+
+def measure_fit(pieces: list[str], words: WordCounts, vocab: VocabConfig) -> dict[str, float]:
+    """Fertility (tokens a word), share of words in one piece, and shares of the tokens that are
+    [UNK] and that are one character of a longer word."""
+    model = build_tokenizer(pieces, vocab).model
+    unknown = pieces.index("[UNK]")
+    lone = [len(bare(piece)) == 1 for piece in pieces]
+    tokens = whole = unknowns = characters = 0
+    for word, count in words.items():
+        ids = [token.id for token in model.tokenize(word)]
+        tokens += count * len(ids)
+        if ids == [unknown]:
+            unknowns += count
+        elif len(ids) == 1:
+            whole += count
+        else:
+            characters += count * sum(map(lone.__getitem__, ids))
+    tokens, unknowns = tokens + words.junk, unknowns + words.junk  # too long: one [UNK] each
+    total = max(1, sum(words.values()) + words.junk)
+    return {
+        "tokens_per_word": round(tokens / total, 4),
+        "whole_words": round(whole / total, 6),
+        "unknown": round(unknowns / max(1, tokens), 6),
+        "single_characters": round(characters / max(1, tokens), 6),
+    }
+
+
+def print_report(report: dict) -> None:
+    """Print the report as a reader wants it."""
+    print(f"vocabulary: {report['size']:,} pieces, {report['distinct_words']:,} distinct words")
+    print(f"  longest new pieces: {' '.join(report['longest_pieces']) or 'none'}")
+    if report["words_too_long"]:
+        print(f"  words too long to be more than [UNK]: {report['words_too_long']:,}")
+    if report["counts_too_small_by_at_most"]:
+        print(
+            f"  rare words dropped to bound the memory: "
+            f"{report['occurrences_of_rare_words_dropped']:,} occurrences, no count is too small "
+            f"by more than {report['counts_too_small_by_at_most']:,}"
+        )
+    where = report["measured_on"].replace("_", " ")
+    print(f"  on {report['measured_words']:,} {where} words:")
+    print("      pieces  tokens a word  whole words   [UNK]  single characters of words")
+    for row in report["sizes"]:
+        print(
+            f"  {row['size']:10,}  {row['tokens_per_word']:13.3f}  {row['whole_words']:11.1%}  "
+            f"{row['unknown']:6.2%}  {row['single_characters']:6.2%}"
+        )
+    if report["sizes"][-1]["unknown"] > MUCH_UNKNOWN:
+        print("  warning: much is [UNK]; raise vocab.character_coverage, or choose a vocabulary")
+        print("  that has the characters of this corpus")
