@@ -77,7 +77,7 @@ def prepare(
             if share:
                 print("read; when the whole array has: the same command with --finish instead")
                 return
-            make_vocabulary(scans, vocab_dir, config, pieces)
+            build_vocabulary(scans, vocab_dir, config, pieces)
             if finish:
                 print("next: the array once more, which encodes, then --finish")
                 return
@@ -144,7 +144,7 @@ def scan_tasks(
     tasks = []
     for piece, scan in zip(pieces, scans, strict=True):
         size, name = 1, piece.path
-        if os.path.isfile(piece.path):
+        if piece.version:  # it is of a file
             piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
             size = (piece.end or os.path.getsize(piece.path)) - piece.start
             name += f" from byte {piece.start:,}" if piece.start else ""
@@ -162,7 +162,7 @@ def encode_tasks(
     ]
 
 
-def make_vocabulary(
+def build_vocabulary(
     scans: list[Path], vocab_dir: Path, config: DataConfig, pieces: list[Piece]
 ) -> None:
     """Counts of the training words -> the files of the vocabulary."""
