@@ -157,7 +157,7 @@ def scan_tasks(
     tasks = []
     for piece, scan in zip(pieces, scans, strict=True):
         size, name = 1, piece.path
-        if os.path.isfile(piece.path):
+        if piece.version:  # it is of a file
             piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
             size = (piece.end or os.path.getsize(piece.path)) - piece.start
             name += f" from byte {piece.start:,}" if piece.start else ""

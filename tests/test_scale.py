@@ -340,9 +340,9 @@ def test_the_bar_counts_bytes_and_goes_on_where_it_was(tmp_path: Path, capsys, m
     (tmp_path / "a.txt").write_bytes(b"x" * 1000)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"y" * 1000))
     pieces = [
-        Piece(str(tmp_path / "a.txt"), "line", 0, 300),
-        Piece(str(tmp_path / "a.txt"), "line", 300, 1000),
-        Piece(str(tmp_path / "b.txt.gz"), "line"),
+        Piece(str(tmp_path / "a.txt"), "line", 0, 300, "v"),
+        Piece(str(tmp_path / "a.txt"), "line", 300, 1000, "v"),
+        Piece(str(tmp_path / "b.txt.gz"), "line", version="v"),
     ]
     tasks = scan_tasks(pieces, [tmp_path / f"{'k' * 16}-{i}" for i in range(3)], DataConfig())
     assert [t.size for _, t in tasks] == [300, 700, (tmp_path / "b.txt.gz").stat().st_size]
