@@ -23,7 +23,7 @@ from data_pipeline.errors import UserError
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 DEFAULT_SIZE = 30522  # BERT's
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is one [UNK]
-MAX_WORDS = 1 << 22  # that are counted at a time, some 800 MB
+MAX_WORDS = 1 << 22  # that are counted at a time, about 400 MiB
 MULTIPLE = 64  # of the vocabulary's size: matrix products like it
 
 
