@@ -1,9 +1,9 @@
 """corpus -> vocabulary -> store, in parallel: **prepare** is the order of those steps.
 
 Each step is a function piece -> folder, written beside and renamed, so a command that was stopped
-goes on where it was and the result does not depend on the number of workers. The text is read once:
-scanning numbers the words, and encoding looks those numbers up in the vocabulary that the counts of
-the words gave.
+goes on where it was and the result does not depend on the number of workers. The text is read for
+the hashes that tell duplicates, and once more to number its words; encoding looks those numbers up
+in the vocabulary that the counts of the words gave.
 """
 
 import hashlib
@@ -17,9 +17,17 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
-from data_pipeline.corpus import Piece, Rejects, is_held_out, list_pieces, read_documents
+from data_pipeline.corpus import (
+    Piece,
+    Rejects,
+    is_held_out,
+    list_pieces,
+    name_source,
+    read_documents,
+)
 from data_pipeline.errors import UserError
 from data_pipeline.processes import run_tasks, written_beside
+from data_pipeline.selection import Selection, hash_piece, needs_selection, select
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
 from data_pipeline.vocab import build_normalizer, build_tokenizer, train_wordpiece, write_tokenizer
@@ -50,12 +58,25 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
             print(f"store: {store_dir} is there already")
             return
 
-    # scan: text -> numbered words
+    # selection: text -> hashes -> what of it is taken, and how often
     remove_others(work_dir, key)
+    sources = config.corpus.each_source()
+    for source in sources:
+        sentence_splitter(source.language, source.sentences)  # not there: better said now
+    selected = [Selection(sources[piece.source].weight) for piece in pieces]
+    if needs_selection(config.corpus):
+        hashed = [work_dir / f"{key[:16]}-hashes-{i:05d}" for i in range(len(pieces))]
+        todo = [
+            (p, h, sources[p.source]) for p, h in zip(pieces, hashed, strict=True) if not h.exists()
+        ]
+        run_tasks("comparing", hash_piece, todo, workers)
+        selected = select(config.corpus, pieces, hashed, work_dir / f"{key[:16]}-earlier")
+
+    # scan: text -> numbered words
     scans = [work_dir / f"{key[:16]}-scan-{i:05d}" for i in range(len(pieces))]
     todo = [
-        (p, s, config.corpus, config.vocab)
-        for p, s in zip(pieces, scans, strict=True)
+        (p, s, config.corpus, config.vocab, chosen)
+        for p, s, chosen in zip(pieces, scans, selected, strict=True)
         if not s.exists()
     ]
     run_tasks("reading", scan_piece, todo, workers)
@@ -80,7 +101,7 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
     run_tasks("encoding", encode_scan, todo, workers)
     manifest = assemble_store(shards, store_dir, stats, key, vocabulary.sha256)
     shutil.rmtree(work_dir)
-    print_store(manifest, stats, pieces)
+    print_store(manifest, stats, pieces, config.corpus)
 
 
 def settings_key(corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece]) -> str:
@@ -98,9 +119,14 @@ def remove_others(work_dir: Path, key: str) -> None:
 
 def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> None:
     documents = sum(s["train"]["documents"] for s in stats)
-    if sum(s["train"]["words"] + s["held_out"]["words"] for s in stats) == 0:
-        names = ", ".join(dict.fromkeys(p.path for p in pieces[:3]))
-        raise UserError(f"the corpus holds no text ({names}); put corpus right")
+    for i, source in enumerate(config.corpus.each_source()):
+        own = [s for s, piece in zip(stats, pieces, strict=True) if piece.source == i]
+        if sum(s["train"]["words"] + s["held_out"]["words"] for s in own) == 0:
+            what = f"corpus.sources[{i}]" if config.corpus.sources else "the corpus"
+            raise UserError(
+                f"{what} holds no text ({name_source(source)}; left out: {left_out(own)}); put "
+                "corpus right"
+            )
     if config.data.objective == "nsp" and documents < 2:
         raise UserError(
             "next-sentence prediction needs two documents or more, since a random B comes from "
@@ -113,23 +139,31 @@ def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> 
 # ---------------------------------------------------------------------------------- scan
 
 
-def scan_piece(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig) -> None:
-    """Write the words of a piece, numbered in order of appearance, to folder `out`.
+def scan_piece(
+    piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
+) -> None:
+    """Write the words of what is selected of a piece, numbered as they appear, to folder `out`.
 
     `words.txt` (word i on line i), `counts.npy` (of training), `stats.json`, and for each split
     `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each).
     """
-    split, rejects, text_hash = sentence_splitter(corpus.language), Rejects(), hashlib.sha256()
+    source, rejects, text_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
+    split = sentence_splitter(source.language, source.sentences)
+    selected.open()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
     with written_beside(out) as folder:
         writers = {name: WordWriter(folder / name, splitter, index) for name in SPLITS}
         size = 0
-        for document in read_documents(piece, corpus, rejects):
+        for document in read_documents(piece, source, rejects):
             data = document.encode("utf-8", "replace")
             size += len(data)
             text_hash.update(data + b"\0")
             held_out = is_held_out(data, corpus.held_out)
-            if not writers[SPLITS[held_out]].add(list(split_sentences(document, split))):
+            document, copies = selected.take(document, data, held_out, rejects)
+            sentences = list(split_sentences(document, split))
+            for _ in range(copies):
+                writers[SPLITS[held_out]].add(sentences)
+            if copies and not sentences:
                 rejects.add("without words")
         stats = {name: writer.close() for name, writer in writers.items()}
         stats |= {"bytes": size, "rejects": rejects.causes, "sha256": text_hash.hexdigest()}
@@ -299,17 +333,36 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy(source, target)
 
 
-def print_store(manifest: dict, stats: list[dict], pieces: list[Piece]) -> None:
+def print_store(
+    manifest: dict, stats: list[dict], pieces: list[Piece], corpus: CorpusConfig
+) -> None:
     train, held_out = manifest["train"], manifest["held_out"]
-    rejects: Counter[str] = Counter()
-    for s in stats:
-        rejects.update(s["rejects"])
-    left_out = ", ".join(f"{n:,} {cause}" for cause, n in rejects.items()) or "none"
-    size = sum(s["bytes"] for s in stats)
-    layouts = ", ".join(dict.fromkeys(piece.layout for piece in pieces))
-    print(f"corpus: {size:,} bytes (layout {layouts}), left out: {left_out}")
+    tokens: Counter[str] = Counter()
+    for part in (train, held_out):
+        tokens.update({shard["name"]: shard["tokens"] for shard in part["shards"]})
+    for number, source in enumerate(corpus.each_source()):
+        own = [i for i, piece in enumerate(pieces) if piece.source == number]
+        sizes = Counter(tokens=sum(tokens[f"shard-{i:05d}"] for i in own))
+        for i in own:
+            sizes.update(stats[i]["train"])
+            sizes.update(stats[i]["held_out"])
+        layouts = ", ".join(dict.fromkeys(pieces[i].layout for i in own))
+        print(
+            f"corpus: {name_source(source)} (layout {layouts}, weight {source.weight:g}): "
+            f"{sum(stats[i]['bytes'] for i in own):,} bytes, "
+            + ", ".join(f"{sizes[n]:,} {n}" for n in ("documents", "sentences", "words", "tokens"))
+            + f", left out: {left_out([stats[i] for i in own])}"
+        )
     for name, part in (("train", train), ("held out", held_out)):
         print(
             f"{name}: {part['documents']:,} documents, {part['sentences']:,} sentences, "
             f"{part['tokens']:,} tokens"
         )
+
+
+def left_out(stats: list[dict]) -> str:
+    """What was not taken, by cause: documents, but for the paragraphs that are named so."""
+    rejects: Counter[str] = Counter()
+    for s in stats:
+        rejects.update(s["rejects"])
+    return ", ".join(f"{n:,} {cause}" for cause, n in rejects.items()) or "none"
