@@ -302,6 +302,8 @@ def guess(head: bytes, seen: bytes) -> str:
         return "UTF-8 with errors"
     if is_gb18030(seen):
         return "encoding=gb18030"
+    if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
+        return "UTF-8 with errors"  # three bytes in a row make no sense in Latin-1
     if len(above) * 2 > len(text):
         return "binary data, or text in an encoding unknown here"
     return "encoding=" + ("cp1252" if re.search(rb"[\x80-\x9f]", seen) else "latin-1")

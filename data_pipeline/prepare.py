@@ -23,11 +23,10 @@ from data_pipeline.corpus import (
     is_held_out,
     list_pieces,
     name_source,
-    read_documents,
 )
 from data_pipeline.errors import UserError
 from data_pipeline.processes import run_tasks, written_beside
-from data_pipeline.selection import Selection, hash_piece, needs_selection, select
+from data_pipeline.selection import Selection, hash_piece, needs_selection, read_selected, select
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
 from data_pipeline.vocab import build_normalizer, build_tokenizer, train_wordpiece, write_tokenizer
@@ -85,7 +84,10 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
 
     # vocabulary: counts of the training words -> pieces
     counts = merge_counts(scans)
-    pieces_of_words = train_wordpiece(counts, config.vocab)
+    try:
+        pieces_of_words = train_wordpiece(counts, config.vocab)
+    except UserError as error:
+        raise UserError(f"{name_source(sources[0])}: {error}") from None
     with written_beside(vocab_dir) as folder:
         write_tokenizer(folder, pieces_of_words, config.vocab)
     vocabulary = read_vocabulary(vocab_dir)
@@ -154,7 +156,7 @@ def scan_piece(
     with written_beside(out) as folder:
         writers = {name: WordWriter(folder / name, splitter, index) for name in SPLITS}
         size = 0
-        for document in read_documents(piece, source, rejects):
+        for document in read_selected(piece, source, selected.hashes, rejects):
             data = document.encode("utf-8", "replace")
             size += len(data)
             text_hash.update(data + b"\0")

@@ -1,8 +1,9 @@
 """corpus -> **selection** -> sentences: what is dropped as a duplicate, and what the weights take.
 
-One cheap pass writes hashes of each piece's documents and long paragraphs; merging those tells
-every piece which of them an earlier piece has. So a piece can then be scanned alone, on any worker,
-and a text stays where it comes first in the order of pieces.
+One cheap pass writes the hashes of each piece's documents and long paragraphs (and the text, where
+it would have to be fetched or parsed again); merging the hashes tells every piece which of them an
+earlier piece has. So a piece can then be scanned alone, on any worker, and a text stays where it
+comes first in the order of pieces.
 
 The rule of weights: of a source's N distinct documents to train on, weight w takes w N in all,
 rounded half up: each floor(w) times, and those with the lowest hashes once more. Held-out documents
@@ -10,7 +11,9 @@ are never repeated; below weight 1 the same share of them is taken.
 """
 
 import hashlib
+import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CorpusConfig, SourceConfig
-from data_pipeline.corpus import Piece, Rejects, read_documents, text_hash
+from data_pipeline.corpus import BLOCK_BYTES, Piece, Rejects, read_documents, text_hash
 from data_pipeline.processes import written_beside
 
 LONG = 100  # characters of a paragraph whose repetition is no chance
 MERGED = 1 << 23  # hashes that are compared at a time: about 200 MB
+COSTLY = ("dataset", "python-docs")  # layouts not to be read a second time
 KINDS = ("documents", "paragraphs")
 ALL = 2**64  # above every hash
 
@@ -34,21 +38,47 @@ def needs_selection(corpus: CorpusConfig) -> bool:
 
 def hash_piece(piece: Piece, out: Path, source: SourceConfig) -> None:
     """Write `documents.npy` and `paragraphs.npy`, sorted uint64 hashes of a piece, to folder
-    `out`; 8 bytes each are all that is held in memory."""
-    hashes = {kind: bytearray() for kind in KINDS}
-    for document in read_documents(piece, source, Rejects()):
-        add_hash(hashes["documents"], document)
-        if len(document) >= LONG:
-            for line in document.split("\n"):
-                if len(line) >= LONG:
-                    add_hash(hashes["paragraphs"], line)
+    `out`; 8 bytes each are all that is held in memory. Of `COSTLY` layouts the text as well."""
+    hashes, rejects = {kind: bytearray() for kind in KINDS}, Rejects()
     with written_beside(out) as folder:
+        documents = read_documents(piece, source, rejects)
+        for document in keep(documents, folder) if piece.layout in COSTLY else documents:
+            add_hash(hashes["documents"], document)
+            if len(document) >= LONG:
+                for line in document.split("\n"):
+                    if len(line) >= LONG:
+                        add_hash(hashes["paragraphs"], line)
         for kind, data in hashes.items():
             np.save(folder / f"{kind}.npy", np.sort(np.frombuffer(data, ">u8").astype("<u8")))
+        (folder / "rejects.json").write_text(json.dumps(rejects.causes))
 
 
 def add_hash(hashes: bytearray, text: str) -> None:
     hashes += hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+
+
+def keep(documents: Iterable[str], folder: Path) -> Iterator[str]:
+    """The same documents, written to `folder` as they pass; NUL ends each."""
+    with open(folder / "text", "wb") as file:
+        for document in documents:
+            file.write(document.encode("utf-8", "replace").replace(b"\0", b" ") + b"\0")
+            yield document
+
+
+def read_selected(
+    piece: Piece, source: SourceConfig, hashes: Path | None, rejects: Rejects
+) -> Iterator[str]:
+    """`read_documents`, from what `keep` wrote to folder `hashes` where it did."""
+    if not (hashes and (hashes / "text").exists()):
+        yield from read_documents(piece, source, rejects)
+        return
+    rejects.causes.update(json.loads((hashes / "rejects.json").read_text()))
+    rest = b""
+    with open(hashes / "text", "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            *documents, rest = (rest + block).split(b"\0")
+            for document in documents:
+                yield document.decode()
 
 
 # ---------------------------------------------------------------------------------- duplicates
@@ -149,8 +179,8 @@ class Selection:
 
     weight: float = 1.0
     shares: list[Share] | None = None  # of training and held-out documents, for broken weights
-    hashes: Path | None = None  # of the piece, where duplicates go
-    earlier: Path | None = None
+    hashes: Path | None = None  # folder of the piece's hashes
+    earlier: Path | None = None  # folder of those in earlier pieces, where duplicates go
     number: int = 0  # of the piece
 
     def open(self) -> None:
@@ -210,12 +240,15 @@ def select(
 ) -> list[Selection]:
     """What to take of each piece, from the hashes in `hashed`; writes folder `earlier` once."""
     sources = corpus.each_source()
-    chosen = [Selection(weight=sources[piece.source].weight) for piece in pieces]
+    chosen = [
+        Selection(sources[piece.source].weight, hashes=path)
+        for piece, path in zip(pieces, hashed, strict=True)
+    ]
     if corpus.deduplicate:
         if not earlier.exists():
             find_earlier(hashed, earlier)
         for i, selection in enumerate(chosen):
-            selection.hashes, selection.earlier, selection.number = hashed[i], earlier, i
+            selection.earlier, selection.number = earlier, i
     for number, source in enumerate(sources):
         if source.weight % 1:
             own = [i for i, piece in enumerate(pieces) if piece.source == number]

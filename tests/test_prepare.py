@@ -172,7 +172,7 @@ main()
 
 @pytest.mark.parametrize(
     "where, calls",
-    [("read_documents", 3), ("write_tokenizer", 0), ("encode_split", 5), ("link_or_copy", 9)],
+    [("read_selected", 3), ("write_tokenizer", 0), ("encode_split", 5), ("link_or_copy", 9)],
 )
 def test_a_killed_command_goes_on_to_the_same_bytes(
     files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, where: str, calls: int
@@ -192,7 +192,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
         real = module.scan_piece
         patch.setattr(module, "scan_piece", lambda *task: (reread.append(task), real(*task)))
         prepare(config_of(files, tmp_path / "data"), workers=1)
-    assert len(reread) == (3 if where == "read_documents" else 0)  # what was complete is kept
+    assert len(reread) == (3 if where == "read_selected" else 0)  # what was complete is kept
     assert contents(tmp_path / "data") == uninterrupted
 
 
