@@ -237,7 +237,9 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]
-        if name == "sources" and isinstance(given[name], ListConfig):
+        if name == "sources":
+            listed = isinstance(given[name], ListConfig)
+            check(listed, f"{origin}: {prefix}{name} is not a list of sources")
             for i, source in enumerate(given[name]):
                 if isinstance(source, DictConfig):
                     check_keys(SourceConfig, source, origin, f"{prefix}{name}[{i}].")

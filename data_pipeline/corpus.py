@@ -294,6 +294,7 @@ def guess(head: bytes, seen: bytes) -> str:
         even, odd = seen[::2].count(0), seen[1::2].count(0)
         if max(even, odd) > 10 * min(even, odd):
             return "encoding=utf-16-" + ("le" if odd > even else "be")
+        return "binary data"
     if sum(map(seen.count, (*range(1, 9), *range(14, 32)))) > len(seen) // 100:
         return "binary data"
     text = seen.decode("utf-8", "replace")

@@ -87,7 +87,7 @@ def prepare(config: DataConfig, workers: int | None = None) -> None:
     try:
         pieces_of_words = train_wordpiece(counts, config.vocab)
     except UserError as error:
-        raise UserError(f"{name_source(sources[0])}: {error}") from None
+        raise UserError(f"{', '.join(map(name_source, sources[:3]))}: {error}") from None
     with written_beside(vocab_dir) as folder:
         write_tokenizer(folder, pieces_of_words, config.vocab)
     vocabulary = read_vocabulary(vocab_dir)

@@ -20,6 +20,7 @@ from data_pipeline import corpus
 from data_pipeline.config import (
     CorpusConfig,
     DataConfig,
+    DatasetConfig,
     PairsConfig,
     SourceConfig,
     VocabConfig,
@@ -158,7 +159,10 @@ def test_another_encoding_is_recognised_and_read_when_said(tmp_path: Path, looks
         (bytes(1000), "byte 0 .*NUL.* binary data"),
         (b"\x1f\x8b\x08" + bytes(50), r"byte 1 .*its name the ending \.gz"),
         (b"PAR1\x15\xff", r"byte 5 .*its name the ending \.parquet"),
-        ((CHINESE * 3).encode() + b"\xff\n" + CHINESE.encode(), "errors: mend .*errors=replace"),
+        (
+            (CHINESE * 3).encode() + b"\xff\n" + CHINESE.encode(),
+            r"byte 291 .* errors: mend .*errors=replace",
+        ),
     ],
 )
 def test_what_is_no_text_at_all_is_named(tmp_path: Path, data: bytes, message: str):
@@ -174,11 +178,11 @@ def document(i: int) -> str:
     return f"Document {i} is here. It has the number {i}."
 
 
-def config_of(folder: Path, sources: list[SourceConfig], **settings) -> DataConfig:
+def config_of(folder: Path, sources: list[SourceConfig], size: int = 48, **settings) -> DataConfig:
     return DataConfig(
         data_dir=str(folder / "data"),
         corpus=CorpusConfig(sources=sources, **{"held_out": 0.2} | settings),
-        vocab=VocabConfig(size=32, min_frequency=1, character_coverage=1.0),
+        vocab=VocabConfig(size=size, min_frequency=1, character_coverage=1.0),
         data=PairsConfig(objective="none"),
     )
 
@@ -254,14 +258,11 @@ def test_each_source_is_read_its_own_way_and_ends_in_a_line(tmp_path: Path, caps
     sources = [
         SourceConfig(files=str(tmp_path / "a.txt")),
         SourceConfig(files=str(tmp_path / "b.txt"), encoding="gb18030", language="zh"),
-        SourceConfig(dataset={"path": "json", "data_files": str(tmp_path / "c.jsonl")}, weight=2.0),
+        SourceConfig(
+            dataset=DatasetConfig("json", data_files=str(tmp_path / "c.jsonl")), weight=2.0
+        ),
     ]
-    path = tmp_path / "c.yaml"
-    config = config_of(tmp_path, sources, held_out=0.0)
-    from omegaconf import OmegaConf
-
-    OmegaConf.save(OmegaConf.structured(config), path)
-    prepare(load_config(DataConfig, str(path)), workers=1)
+    prepare(config_of(tmp_path, sources, size=24, held_out=0.0), workers=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("corpus: ")]
     assert [re.sub(r"^corpus: .*/|\d+ tokens, ", "", line) for line in lines] == [
         "a.txt (layout blank_line, weight 1): 8 bytes, 2 documents, 2 sentences, 4 words, "
@@ -291,7 +292,7 @@ def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
         ("{sources: [{files: b, weight: 0}]}", r"sources\[0\]\.weight 0\.0 is not in"),
         ("{sources: [{files: b, weight: .nan}]}", r"sources\[0\]\.weight nan is not in"),
         ("{sources: [b.txt]}", r"c\.yaml, key corpus\.sources"),
-        ("{sources: {files: b}}", r"c\.yaml, key corpus\.sources"),
+        ("{sources: {files: b}}", r"c\.yaml: corpus\.sources is not a list of sources"),
         ("{files: a, sentences: nltk}", "corpus.sentences 'nltk' is not package.module:function"),
     ],
 )
