@@ -25,7 +25,7 @@ from data_pipeline.corpus import BLOCK_BYTES, Piece, Rejects, read_documents, te
 from data_pipeline.processes import written_beside
 
 LONG = 100  # characters of a paragraph whose repetition is no chance
-MERGED = 1 << 23  # hashes that are compared at a time: about 200 MB
+MERGED = 1 << 24  # hashes that are compared at a time: about 500 MB
 COSTLY = ("dataset", "python-docs")  # layouts not to be read a second time
 KINDS = ("documents", "paragraphs")
 ALL = 2**64  # above every hash
