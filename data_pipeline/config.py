@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data_pipeline.errors import UserError
@@ -33,19 +33,22 @@ class DatasetConfig:
     """Column that holds a document."""
 
 
+LAYOUTS = ("auto", "blank_line", "line", "file", "jsonl", "csv", "tsv", "parquet", "arrow")
+
+
 @dataclass
-class CorpusConfig:
+class SourceConfig:
     source: str | None = None
     """`python-docs`: the English prose that the installation itself carries."""
     files: Any = None
-    """Text or JSONL files or globs, also .gz, .bz2, .xz, .zst: one or a list."""
+    """Files or globs, also .gz, .bz2, .xz, .zst, or folders of `save_to_disk`: one or a list."""
     dataset: DatasetConfig | None = None
     """Anything that `datasets.load_dataset` reads, streamed."""
     layout: str = "auto"
-    """What a document is: `blank_line` between documents, one a `line`, one a `file`, `jsonl`;
-    `auto` looks."""
+    """What a document is: `blank_line` between documents, one a `line`, one a `file`, or a row of
+    `jsonl`, `csv`, `tsv`, `parquet`, `arrow`; `auto` goes by the file's name, then looks."""
     text_field: str = "text"
-    """Field of a JSON line that holds the document."""
+    """Field of a JSON line, or column of a table in `files`, that holds the document."""
     encoding: str = "utf-8"
     """Encoding of the files, by Python's name for it."""
     errors: str = "strict"
@@ -55,30 +58,63 @@ class CorpusConfig:
     words: str | None = None
     """What is masked together: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a
     function `package.module:name` that divides a str into a list of its words."""
-    held_out: float = 0.01
-    """Share of documents kept from training for evaluation, chosen by a hash of their text."""
+    sentences: str | None = None
+    """Sentence splitter `str -> list[str]` by its path `package.module:function`; null:
+    sentencex."""
+    weight: float = 1.0
+    """Times that a training document is taken; 0.5: half of the documents, 2.5: all twice, half
+    thrice."""
 
-    def validate(self) -> None:
+    def validate(self, key: str = "corpus") -> None:
         given = [bool(self.source), bool(self.files), self.dataset is not None]
-        check(sum(given) == 1, "corpus needs exactly one of source, files and dataset")
+        check(sum(given) == 1, f"{key} needs exactly one of source, files and dataset")
         names = [self.files] if isinstance(self.files, str) else self.files or []
         are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        check(are_names, f"corpus.files is {self.files!r}; it can be a file or a list of files")
-        check(self.source in (None, "python-docs"), f"corpus.source {self.source!r}: python-docs")
-        check_choice("corpus.layout", self.layout, ("auto", "blank_line", "line", "file", "jsonl"))
-        check_choice("corpus.errors", self.errors, ("strict", "replace"))
+        check(are_names, f"{key}.files is {self.files!r}; it can be a file or a list of files")
+        check(self.source in (None, "python-docs"), f"{key}.source {self.source!r}: python-docs")
+        check_choice(f"{key}.layout", self.layout, LAYOUTS)
+        check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
+        is_path = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*").fullmatch
         check(
-            self.words in (None, "segmenter")
-            or re.fullmatch(r"[\w.]+:\w+", self.words) is not None,
-            f"corpus.words is {self.words!r}; it can be null, segmenter or package.module:function",
+            self.words in (None, "segmenter") or is_path(self.words) is not None,
+            f"{key}.words is {self.words!r}; it can be null, segmenter or package.module:function",
         )
-        check(0 <= self.held_out < 1, f"corpus.held_out {self.held_out} is not in [0, 1)")
+        check(
+            self.sentences is None or is_path(self.sentences) is not None,
+            f"{key}.sentences {self.sentences!r} is not package.module:function",
+        )
+        check(0 < self.weight < 1e6, f"{key}.weight {self.weight} is not in (0, 1e6)")
         try:
             "".encode(self.encoding)
         except (LookupError, UnicodeError):
             raise UserError(
-                f"corpus.encoding {self.encoding!r} is not one that Python knows"
+                f"{key}.encoding {self.encoding!r} is not one that Python knows"
             ) from None
+
+
+@dataclass
+class CorpusConfig(SourceConfig):
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources in place of one, each with the fields above; the first that holds a text
+    keeps it."""
+    deduplicate: bool = True
+    """Drop what was there before: equal documents, and equal lines of 100 characters or more."""
+    held_out: float = 0.01
+    """Share of documents kept from training for evaluation, chosen by a hash of their text."""
+
+    def validate(self) -> None:
+        check(0 <= self.held_out < 1, f"corpus.held_out {self.held_out} is not in [0, 1)")
+        for item in fields(SourceConfig) if self.sources else ():
+            is_default = getattr(self, item.name) == item.default
+            check(is_default, f"corpus.{item.name} is given beside corpus.sources; move it there")
+        for i, source in enumerate(self.sources):
+            source.validate(f"corpus.sources[{i}]")
+        if not self.sources:
+            super().validate()
+
+    def each_source(self) -> list[SourceConfig]:
+        """The sources in their order; a corpus of one is its own source."""
+        return self.sources or [self]
 
 
 @dataclass
@@ -215,6 +251,12 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]
+        if name == "sources":
+            listed = isinstance(given[name], ListConfig)
+            check(listed, f"{origin}: {prefix}{name} is not a list of sources")
+            for i, source in enumerate(given[name]):
+                if isinstance(source, DictConfig):
+                    check_keys(SourceConfig, source, origin, f"{prefix}{name}[{i}].")
         if hasattr(section, "__dataclass_fields__") and given[name] is not None:
             if not isinstance(given[name], DictConfig):
                 raise UserError(f"{origin}: {prefix}{name} is not a section of key: value lines")

@@ -1,12 +1,13 @@
 """**corpus** -> sentences: where the text comes from, and text made sound, once.
 
-A corpus is listed as pieces (a byte range of a file, a whole compressed file, a share of a
-dataset); reading a piece gives its documents, one `str` each. A piece is all that a worker needs to
-know.
+A corpus is one or several sources, listed as pieces (a byte range of a file, a whole compressed
+file, a share of a dataset); reading a piece gives its documents, one `str` each. A piece and its
+source are all that a worker needs to know.
 """
 
 import bz2
 import codecs
+import csv
 import gzip
 import hashlib
 import io
@@ -15,11 +16,11 @@ import lzma
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from glob import glob, has_magic
+from dataclasses import dataclass, field, replace
+from glob import escape, glob, has_magic
 from typing import BinaryIO
 
-from data_pipeline.config import CorpusConfig, to_list
+from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, to_list
 from data_pipeline.errors import UserError
 
 PIECE_BYTES = 16 << 20  # of a plain file: what one worker reads at a time
@@ -28,6 +29,19 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+LAYOUTS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}  # by suffix
+LAYOUTS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow")}
+MARKS = {  # first bytes of what is often taken for text
+    b"\xff\xfe\0\0": "encoding=utf-32",
+    b"\xff\xfe": "encoding=utf-16",
+    b"\xfe\xff": "encoding=utf-16",
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+}
 
 
 @dataclass(frozen=True)
@@ -36,10 +50,11 @@ class Piece:
     `end`."""
 
     path: str
-    layout: str  # blank_line, line, file, jsonl, dataset, python-docs
+    layout: str  # blank_line, line, file, jsonl, csv, ..., dataset, python-docs
     start: int = 0
     end: int | None = None
     version: str = ""  # hash of the file's ends and size, so that a changed file is read again
+    source: int = 0  # which of the corpus's sources
 
 
 @dataclass
@@ -48,8 +63,8 @@ class Rejects:
 
     causes: dict[str, int] = field(default_factory=dict)
 
-    def add(self, cause: str) -> None:
-        self.causes[cause] = self.causes.get(cause, 0) + 1
+    def add(self, cause: str, n: int = 1) -> None:
+        self.causes[cause] = self.causes.get(cause, 0) + n
 
 
 # ---------------------------------------------------------------------------------- what there is
@@ -57,20 +72,37 @@ class Rejects:
 
 def list_pieces(corpus: CorpusConfig) -> list[Piece]:
     """The pieces of a corpus in their order; raises `UserError` for files that are not there."""
-    if corpus.source:
+    return [
+        replace(piece, source=i)
+        for i, source in enumerate(corpus.each_source())
+        for piece in list_source(source)
+    ]
+
+
+def list_source(source: SourceConfig) -> list[Piece]:
+    if source.source:
         return [Piece("python-docs", "python-docs")]
-    if corpus.dataset:
-        shares = getattr(open_dataset(corpus), "num_shards", 1)
-        return [Piece(corpus.dataset.path, "dataset", i, shares) for i in range(shares)]
-    paths = list_files(to_list(corpus.files))
-    layout = detect_layout(paths, corpus) if corpus.layout == "auto" else corpus.layout
+    if source.dataset:
+        shares = getattr(open_dataset(source.dataset), "num_shards", 1)
+        return [Piece(source.dataset.path, "dataset", i, shares) for i in range(shares)]
+    paths = list_files(to_list(source.files))
+    layouts = dict.fromkeys(paths, source.layout)
+    if source.layout == "auto":
+        texts = [path for path in paths if not layout_by_name(path)]
+        layouts = {path: layout_by_name(path) for path in paths}
+        layouts |= dict.fromkeys(texts, detect_layout(texts, source.encoding))
     pieces = []
-    for path in paths:
+    for path, layout in layouts.items():
         size, version = os.path.getsize(path), sample_hash(path)
-        file_layout = "jsonl" if corpus.layout == "auto" and is_jsonl(path) else layout
-        for start, end in byte_ranges(path, file_layout, size, corpus.encoding):
-            pieces.append(Piece(path, file_layout, start, end, version))
+        for start, end in byte_ranges(path, layout, size, source.encoding):
+            pieces.append(Piece(path, layout, start, end, version))
     return pieces
+
+
+def name_source(source: SourceConfig) -> str:
+    """What a source is called in messages: its first file, or its dataset."""
+    first, *others = to_list(source.files) or [source.source or source.dataset.path]
+    return f"{first} and {len(others)} more" if others else first
 
 
 def list_files(patterns: list[str]) -> list[str]:
@@ -80,6 +112,8 @@ def list_files(patterns: list[str]) -> list[str]:
         found = sorted(p for p in glob(pattern, recursive=True) if os.path.isfile(p))
         if os.path.isfile(pattern):
             found = [pattern]
+        elif saved := list_saved(pattern):
+            found = saved
         elif os.path.isdir(pattern):
             raise UserError(f"corpus file {pattern} is a folder; name its files: '{pattern}/*.txt'")
         elif not found:
@@ -99,18 +133,37 @@ def sample_hash(path: str) -> str:
     return digest.hexdigest()
 
 
-def is_jsonl(path: str) -> bool:
-    return re.search(r"\.(jsonl|ndjson|json)(\.\w+)?$", path) is not None
+def list_saved(folder: str) -> list[str]:
+    """The Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote; else none."""
+    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        splits = sorted(name for name in os.listdir(folder) if "." not in name)
+        raise UserError(
+            f"corpus folder {folder} holds several splits ({', '.join(splits)}); name one: "
+            f"{os.path.join(folder, splits[0] if splits else 'train')}"
+        )
+    try:
+        with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
+            names = [entry["filename"] for entry in json.load(file)["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [os.path.join(folder, name) for name in names]
 
 
-def detect_layout(paths: list[str], corpus: CorpusConfig) -> str:
+def layout_by_name(path: str) -> str | None:
+    """`jsonl`, `csv`, ... by a file's suffix; None for text."""
+    name, suffix = os.path.splitext(path)
+    packed = suffix in (*OPENERS, ".zst")
+    return LAYOUTS.get(os.path.splitext(name)[1] if packed else suffix)
+
+
+def detect_layout(paths: list[str], encoding: str) -> str:
     """`blank_line` if the first MB of any file has a blank line; else `file` for many, `line` for
     one."""
     for path in paths:
         with open_bytes(path) as file:
-            head = read(file, BLOCK_BYTES, path).decode(corpus.encoding, "replace")
+            head = read(file, BLOCK_BYTES, path).decode(encoding, "replace")
         head = head.replace("\r\n", "\n").replace("\r", "\n").strip()
-        if not is_jsonl(path) and BLANK_LINE.search(head.encode("utf-8", "replace")):
+        if BLANK_LINE.search(head.encode("utf-8", "replace")):
             return "blank_line"
     return "file" if len(paths) > 1 else "line"
 
@@ -118,7 +171,8 @@ def detect_layout(paths: list[str], corpus: CorpusConfig) -> str:
 def byte_ranges(path: str, layout: str, size: int, encoding: str) -> list[tuple[int, int | None]]:
     """Ranges of about `PIECE_BYTES` that end between documents; one for a file that cannot be
     cut."""
-    whole = os.path.splitext(path)[1] in (*OPENERS, ".zst") or layout == "file"
+    whole = os.path.splitext(path)[1] in (*OPENERS, ".zst")
+    whole |= layout not in ("blank_line", "line", "jsonl")
     if whole or size <= PIECE_BYTES or "\n".encode(encoding) != b"\n":  # UTF-16 has wide line ends
         return [(0, None)]
     boundary = BLANK_LINE if layout == "blank_line" else re.compile(rb"\n")
@@ -145,7 +199,7 @@ def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
 # ---------------------------------------------------------------------------------- reading
 
 
-def read_documents(piece: Piece, corpus: CorpusConfig, rejects: Rejects) -> Iterator[str]:
+def read_documents(piece: Piece, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
     """The documents of a piece, one `str` each, never empty; paragraphs are its lines.
 
     Raises `UserError` that names file and byte offset for bytes that are not text.
@@ -155,15 +209,20 @@ def read_documents(piece: Piece, corpus: CorpusConfig, rejects: Rejects) -> Iter
 
         documents = read_python_docs()
     elif piece.layout == "dataset":
-        documents = read_dataset(piece, corpus)
+        documents = read_dataset(piece, source.dataset, "corpus.dataset.text_column")
+    elif piece.layout in ("parquet", "arrow"):
+        rows = DatasetConfig(piece.layout, None, "train", escape(piece.path), source.text_field)
+        documents = read_dataset(piece, rows, "corpus.text_field")
     elif piece.layout == "jsonl":
-        documents = read_jsonl(piece, corpus)
+        documents = read_jsonl(piece, source)
+    elif piece.layout in ("csv", "tsv"):
+        documents = read_table(piece, source)
     elif piece.layout == "file":
-        documents = ["".join(read_text(piece, corpus))]
+        documents = ["".join(read_text(piece, source))]
     elif piece.layout == "line":
-        documents = read_lines(piece, corpus)
+        documents = read_lines(piece, source)
     else:
-        documents = read_blank_line_documents(piece, corpus)
+        documents = read_blank_line_documents(piece, source)
     for document in documents:
         if document.strip():
             yield document
@@ -171,10 +230,10 @@ def read_documents(piece: Piece, corpus: CorpusConfig, rejects: Rejects) -> Iter
             rejects.add("empty")
 
 
-def read_text(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
+def read_text(piece: Piece, source: SourceConfig) -> Iterator[str]:
     """The text of a piece in blocks: decoded, no BOM, line ends alike, control characters to
     spaces."""
-    decoder = codecs.getincrementaldecoder(corpus.encoding)(corpus.errors)
+    decoder = codecs.getincrementaldecoder(source.encoding)(source.errors)
     position, pending = piece.start, ""
     with open_bytes(piece.path) as file:
         if piece.start:
@@ -182,17 +241,17 @@ def read_text(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
         while True:
             wanted = BLOCK_BYTES if piece.end is None else min(BLOCK_BYTES, piece.end - position)
             block = read(file, wanted, piece.path)
+            if position == 0 and is_mostly_nul(block) and source.encoding.startswith("utf-8"):
+                raise not_text(piece.path, source, block.index(0), "many bytes are NUL", block)
             try:
                 text = pending + decoder.decode(block, final=not block)
             except UnicodeError as error:
-                offset, reason = position, str(error)  # UTF-16 without its mark
+                offset, reason, seen = position, str(error), block  # UTF-16 without its mark
                 if isinstance(error, UnicodeDecodeError):
                     offset += len(block) - len(error.object) + error.start
-                    reason = error.reason
-                raise UserError(
-                    f"{piece.path}: byte {offset} is not {corpus.encoding} ({reason}); "
-                    "convert the file, set corpus.encoding, or set corpus.errors=replace"
-                ) from None
+                    line = error.object.rfind(b"\n", 0, error.start) + 1
+                    reason, seen = error.reason, error.object[line:]
+                raise not_text(piece.path, source, offset, reason, seen) from None
             if position == 0:
                 text = text.removeprefix("\ufeff")
             pending = (
@@ -204,6 +263,63 @@ def read_text(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
                 return
 
 
+def is_mostly_nul(block: bytes) -> bool:
+    """Whether `block` has the NUL bytes of UTF-16, or of a program, and not a stray few."""
+    return len(block) >= 64 and block.count(0) > len(block) // 4
+
+
+def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: bytes) -> UserError:
+    """The error for a byte of a file that is not in its encoding; `seen` is the text around."""
+    with open_bytes(path) as file:
+        head = read(file, 8, path)
+    looks = guess(head, seen)
+    advice = f"it looks like {looks.removeprefix('encoding=')}: "
+    if looks.startswith("encoding="):
+        advice += f"set corpus.{looks}"
+    elif looks.startswith("."):
+        advice += f"give its name the ending {looks}"
+    elif looks == "UTF-8 with errors":
+        advice += "mend the file, or set corpus.errors=replace"
+    else:
+        advice += "take it out of corpus.files, or set corpus.encoding or corpus.errors=replace"
+    return UserError(f"{path}: byte {offset} is not {source.encoding} ({reason}); {advice}")
+
+
+def guess(head: bytes, seen: bytes) -> str:
+    """What a file is whose bytes are not UTF-8, from its first bytes and some that are at fault."""
+    for mark, name in MARKS.items():
+        if head.startswith(mark):
+            return name
+    if is_mostly_nul(seen):
+        even, odd = seen[::2].count(0), seen[1::2].count(0)
+        if max(even, odd) > 10 * min(even, odd):
+            return "encoding=utf-16-" + ("le" if odd > even else "be")
+        return "binary data"
+    if sum(map(seen.count, (*range(1, 9), *range(14, 32)))) > len(seen) // 100:
+        return "binary data"
+    text = seen.decode("utf-8", "replace")
+    above = [c for c in text if c > "\x7f"]
+    if above.count("\ufffd") * 2 < len(above):
+        return "UTF-8 with errors"
+    if is_gb18030(seen):
+        return "encoding=gb18030"
+    if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
+        return "UTF-8 with errors"  # three bytes in a row make no sense in Latin-1
+    if len(above) * 2 > len(text):
+        return "binary data, or text in an encoding unknown here"
+    return "encoding=" + ("cp1252" if re.search(rb"[\x80-\x9f]", seen) else "latin-1")
+
+
+def is_gb18030(seen: bytes) -> bool:
+    """Whether bytes read as GB18030 give mostly the 3,755 common characters (rows 16 to 55)."""
+    try:
+        text = codecs.getincrementaldecoder("gb18030")().decode(seen)
+    except UnicodeDecodeError:
+        return False
+    codes = [c.encode("gb18030") for c in text if "\u4e00" <= c <= "\u9fff"]
+    return sum(0xB0 <= c[0] <= 0xD7 and c[1] > 0xA0 for c in codes) * 2 > max(len(codes), 6)
+
+
 def sound(text: str) -> str:
     """`text` with line ends alike and control characters as spaces; nothing else is touched."""
     if "\r" in text:
@@ -211,17 +327,17 @@ def sound(text: str) -> str:
     return CONTROL.sub(" ", text) if CONTROL.search(text) else text
 
 
-def read_lines(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
+def read_lines(piece: Piece, source: SourceConfig) -> Iterator[str]:
     rest = ""
-    for text in read_text(piece, corpus):
+    for text in read_text(piece, source):
         *lines, rest = (rest + text).split("\n") if "\n" in text else [rest + text]
         yield from lines
     yield rest
 
 
-def read_blank_line_documents(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
+def read_blank_line_documents(piece: Piece, source: SourceConfig) -> Iterator[str]:
     lines: list[str] = []
-    for line in read_lines(piece, corpus):
+    for line in read_lines(piece, source):
         if line and not line.isspace():
             lines.append(line)
         elif lines:
@@ -231,12 +347,12 @@ def read_blank_line_documents(piece: Piece, corpus: CorpusConfig) -> Iterator[st
         yield "\n".join(lines)
 
 
-def read_jsonl(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
-    for number, line in enumerate(read_lines(piece, corpus), 1):
+def read_jsonl(piece: Piece, source: SourceConfig) -> Iterator[str]:
+    for number, line in enumerate(read_lines(piece, source), 1):
         if not line.strip():
             continue
         try:
-            text = json.loads(line)[corpus.text_field]
+            text = json.loads(line)[source.text_field]
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -244,11 +360,43 @@ def read_jsonl(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
                 f" after byte {piece.start}" if piece.start else ""
             )
             raise UserError(
-                f"{where} is not an object with a text field {corpus.text_field!r}: {line[:80]!r}; "
+                f"{where} is not an object with a text field {source.text_field!r}: {line[:80]!r}; "
                 "set corpus.text_field, or corpus.layout if these are not JSON lines"
             ) from None
         text = SURROGATE.sub("\ufffd", text)  # half a character, as \\ud83d in JSON
-        yield re.sub(r"\n\s*\n", "\n", sound(text))
+        yield one_document(text)
+
+
+def read_table(piece: Piece, source: SourceConfig) -> Iterator[str]:
+    """The `text_field` column of a CSV (RFC 4180) or TSV (IANA: no quotes) file with a header."""
+    csv.field_size_limit(1 << 30)
+    lines = (f"{line}\n" for line in read_lines(piece, source))
+    format = {"csv": {}, "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}[piece.layout]
+    rows = csv.reader(lines, strict=True, **format)
+    try:
+        header = next(rows, [])
+        if source.text_field not in header:
+            raise UserError(
+                f"{piece.path} has no column {source.text_field!r}, but {', '.join(header)[:200]}; "
+                "set corpus.text_field"
+            )
+        column = header.index(source.text_field)
+        for row in rows:
+            if not row:  # a blank line
+                continue
+            if len(row) != len(header):
+                raise csv.Error(f"{len(row)} fields, the header has {len(header)}")
+            yield one_document(row[column])
+    except csv.Error as error:
+        raise UserError(
+            f"{piece.path}: line {rows.line_num} is not {piece.layout} ({error}); mend it, or set "
+            "corpus.layout"
+        ) from None
+
+
+def one_document(text: str) -> str:
+    """`text` made sound, without the blank lines that elsewhere would divide it."""
+    return re.sub(r"\n\s*\n", "\n", sound(text))
 
 
 class ZstdFile(io.RawIOBase):
@@ -312,11 +460,10 @@ def read(file: BinaryIO, size: int, path: str) -> bytes:
         raise
 
 
-def open_dataset(corpus: CorpusConfig):
+def open_dataset(wanted: DatasetConfig):
     """The configured dataset, streamed; raises `UserError` with the reason if it cannot be had."""
     import datasets
 
-    wanted = corpus.dataset
     files = to_list(wanted.data_files) or None
     try:
         return datasets.load_dataset(
@@ -326,22 +473,35 @@ def open_dataset(corpus: CorpusConfig):
         raise UserError(f"dataset {wanted.path} cannot be opened: {error}") from None
 
 
-def read_dataset(piece: Piece, corpus: CorpusConfig) -> Iterator[str]:
-    stream = open_dataset(corpus)
+def read_dataset(piece: Piece, wanted: DatasetConfig, key: str) -> Iterator[str]:
+    """The text column of a share of a dataset; `key` of the config names that column."""
+    column, stream = wanted.text_column, open_dataset(wanted)
     if piece.end and piece.end > 1:
         stream = stream.shard(piece.end, piece.start)
-    column = corpus.dataset.text_column
-    for row in stream:
-        if column not in row:
-            raise UserError(
-                f"dataset {piece.path} has no column {column!r}, but {', '.join(row)}; "
-                "set corpus.dataset.text_column"
-            )
-        yield re.sub(r"\n\s*\n", "\n", sound(row[column] or ""))
+    try:
+        for row in stream:
+            if column not in row:
+                raise UserError(
+                    f"{piece.path} has no column {column!r}, but {', '.join(row)}; set {key}"
+                )
+            if not isinstance(row[column] or "", str):
+                raise UserError(
+                    f"{piece.path}: column {column!r} is not text: {str(row[column])[:80]!r}; set "
+                    f"{key}"
+                )
+            yield one_document(row[column] or "")
+    except UserError:
+        raise
+    except Exception as error:  # of many kinds again: a damaged file, a lost connection
+        raise UserError(f"{piece.path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def text_hash(data: bytes) -> int:
+    """64 bits of BLAKE2b of a text."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def is_held_out(document: bytes, share: float) -> bool:
     """Whether a document is kept for evaluation: by a hash of its text, whatever the order of
     files."""
-    digest = hashlib.blake2b(document, digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return text_hash(document) < share * 2**64

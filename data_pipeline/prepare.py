@@ -2,9 +2,9 @@
 
 Each step is a pure function piece -> folder, written beside and renamed, so a command that was
 stopped goes on where it was and the result depends neither on the number of workers nor on where
-they run. The text is read once: scanning numbers the words, and encoding looks those numbers up in
-the vocabulary that the counts of the words gave. Hashes chain corpus -> vocabulary -> shard ->
-store: `verify` follows them.
+they run. The text is read for the hashes that tell duplicates, and once more to number its words;
+encoding looks those numbers up in the vocabulary that the counts of the words gave. Hashes chain
+corpus -> vocabulary -> shard -> store: `verify` follows them.
 """
 
 import hashlib
@@ -20,10 +20,24 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
-from data_pipeline.corpus import Piece, Rejects, is_held_out, list_pieces, read_documents
+from data_pipeline.corpus import (
+    Piece,
+    Rejects,
+    is_held_out,
+    list_pieces,
+    name_source,
+)
 from data_pipeline.errors import UserError
 from data_pipeline.existing_vocab import make_vocabulary, read_existing
 from data_pipeline.processes import Task, locked, run_tasks, written_beside
+from data_pipeline.selection import (
+    Selection,
+    find_earlier,
+    hash_piece,
+    needs_selection,
+    read_selected,
+    select,
+)
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
 from data_pipeline.vocab import WordCounts, build_normalizer, build_tokenizer, write_tokenizer
@@ -76,21 +90,38 @@ def prepare(
         share=share,
         finish=finish,
     )
+    for source in config.corpus.each_source():  # not there: better said now
+        sentence_splitter(source.language, source.sentences)
+        load_segmenter(source.words)
     with locked(data_dir, shared=share is not None):
         if share is None:
             remove_others(work_dir, key)
 
-        # scan: text -> numbered words
         name = key[:16]
         scans = [work_dir / f"{name}-scan-{i:05d}" for i in range(len(pieces))]
         vocab_dir = work_dir / f"{name}-vocab"
         if not vocab_dir.exists():
-            run("reading", scan_piece, scan_tasks(pieces, scans, config))
+            # selection: text -> hashes -> what of it is taken, and how often
+            hashed = [work_dir / f"{name}-hashes-{i:05d}" for i in range(len(pieces))]
+            earlier = work_dir / f"{name}-earlier"
+            if needs_selection(config.corpus) and not earlier.exists():
+                run("comparing", hash_piece, hash_tasks(pieces, hashed, config.corpus))
+                if share:
+                    print("compared; when the whole array has: the same command with --finish")
+                    return
+                find_earlier(hashed, earlier)
+                if finish:
+                    print("next: the array once more, which reads, then --finish")
+                    return
+            selected = select(config.corpus, pieces, hashed, earlier)
+
+            # scan: text -> numbered words
+            run("reading", scan_piece, scan_tasks(pieces, scans, config, selected))
             if share:
                 print("read; when the whole array has: the same command with --finish instead")
                 return
             check_corpus(read_stats(scans), config, pieces)
-            write_vocabulary(scans, vocab_dir, config.vocab, existing)
+            write_vocabulary(scans, vocab_dir, config, existing)
             if finish:
                 print("next: the array once more, which encodes, then --finish")
                 return
@@ -109,7 +140,7 @@ def prepare(
             shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
         manifest = assemble_store(shards, data_dir / "store", stats, key, vocabulary.sha256)
         shutil.rmtree(work_dir, ignore_errors=True)
-    print_store(manifest, stats, pieces)
+    print_store(manifest, stats, pieces, config.corpus)
 
 
 def is_prepared(data_dir: Path, key: str) -> bool:
@@ -151,19 +182,30 @@ def run_stage(
         run_tasks(verb, function, missing, workers, cluster, done)
 
 
-def scan_tasks(
-    pieces: list[Piece], scans: list[Path], config: DataConfig
+def piece_task(piece: Piece, out: Path, *arguments) -> tuple[Path, Task]:
+    """The task of a function (piece, out, *arguments), with its size in bytes."""
+    size, name = 1, piece.path
+    if piece.version:  # it is of a file
+        piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
+        size = (piece.end or os.path.getsize(piece.path)) - piece.start
+        name += f" from byte {piece.start:,}" if piece.start else ""
+    return out, Task((piece, out, *arguments), f"{out.name[17:]} ({name})", size)
+
+
+def hash_tasks(
+    pieces: list[Piece], hashed: list[Path], corpus: CorpusConfig
 ) -> list[tuple[Path, Task]]:
-    tasks = []
-    for piece, scan in zip(pieces, scans, strict=True):
-        size, name = 1, piece.path
-        if piece.version:  # it is of a file
-            piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
-            size = (piece.end or os.path.getsize(piece.path)) - piece.start
-            name += f" from byte {piece.start:,}" if piece.start else ""
-        task = Task((piece, scan, config.corpus, config.vocab), f"{scan.name[17:]} ({name})", size)
-        tasks.append((scan, task))
-    return tasks
+    sources = corpus.each_source()
+    return [piece_task(p, h, sources[p.source]) for p, h in zip(pieces, hashed, strict=True)]
+
+
+def scan_tasks(
+    pieces: list[Piece], scans: list[Path], config: DataConfig, selected: list[Selection]
+) -> list[tuple[Path, Task]]:
+    return [
+        piece_task(piece, scan, config.corpus, config.vocab, chosen)
+        for piece, scan, chosen in zip(pieces, scans, selected, strict=True)
+    ]
 
 
 def encode_tasks(
@@ -176,14 +218,18 @@ def encode_tasks(
 
 
 def write_vocabulary(
-    scans: list[Path], vocab_dir: Path, vocab: VocabConfig, existing: list[str]
+    scans: list[Path], vocab_dir: Path, config: DataConfig, existing: list[str]
 ) -> None:
     """Counts of the training words -> the files of the vocabulary, measured on held-out words."""
     counts, unseen = merge_counts(scans, "train"), merge_counts(scans, "held_out")
-    pieces = make_vocabulary(counts, vocab, existing)
-    report = report_vocabulary(pieces, len(existing), counts, unseen, vocab)
+    try:
+        pieces = make_vocabulary(counts, config.vocab, existing)
+    except UserError as error:
+        names = ", ".join(map(name_source, config.corpus.each_source()[:3]))
+        raise UserError(f"{names}: {error}") from None
+    report = report_vocabulary(pieces, len(existing), counts, unseen, config.vocab)
     with written_beside(vocab_dir) as folder:
-        write_tokenizer(folder, pieces, vocab)
+        write_tokenizer(folder, pieces, config.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print_report(report)
 
@@ -210,9 +256,14 @@ def remove_others(work_dir: Path, key: str) -> None:
 
 def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> None:
     documents = sum(s["train"]["documents"] for s in stats)
-    if sum(s["train"]["words"] + s["held_out"]["words"] for s in stats) == 0:
-        names = ", ".join(dict.fromkeys(p.path for p in pieces[:3]))
-        raise UserError(f"the corpus holds no text ({names}); put corpus right")
+    for i, source in enumerate(config.corpus.each_source()):
+        own = [s for s, piece in zip(stats, pieces, strict=True) if piece.source == i]
+        if sum(s["train"]["words"] + s["held_out"]["words"] for s in own) == 0:
+            what = f"corpus.sources[{i}]" if config.corpus.sources else "the corpus"
+            raise UserError(
+                f"{what} holds no text ({name_source(source)}; left out: {left_out(own)}); put "
+                "corpus right"
+            )
     if config.data.objective == "nsp" and documents < 2:
         raise UserError(
             "next-sentence prediction needs two documents or more, since a random B comes from "
@@ -225,15 +276,19 @@ def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> 
 # ---------------------------------------------------------------------------------- scan
 
 
-def scan_piece(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig) -> None:
-    """Write the words of a piece, numbered in order of appearance, to folder `out`.
+def scan_piece(
+    piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
+) -> None:
+    """Write the words of what is selected of a piece, numbered as they appear, to folder `out`.
 
     `words.txt` (word i on line i), `counts.npy` (of training), `stats.json`, and for each split
     `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each); where
     `corpus.words` names a segmenter also `units.u1` (whether a masking unit starts at each word).
     """
-    segment = load_segmenter(corpus.words)
-    split, rejects, text_hash = sentence_splitter(corpus.language), Rejects(), hashlib.sha256()
+    source, rejects, text_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
+    split = sentence_splitter(source.language, source.sentences)
+    segment = load_segmenter(source.words)
+    selected.open()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
     number = partial(number_words, split=splitter, index=index)
     if segment:
@@ -241,12 +296,16 @@ def scan_piece(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig
     with written_beside(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, number) for name in SPLITS}
         size = 0
-        for document in read_documents(piece, corpus, rejects):
+        for document in read_selected(piece, source, selected.hashes, rejects):
             data = document.encode("utf-8", "replace")
             size += len(data)
             text_hash.update(data + b"\0")
             held_out = is_held_out(data, corpus.held_out)
-            if not writers[SPLITS[held_out]].add(list(split_sentences(document, split))):
+            document, copies = selected.take(document, data, held_out, rejects)
+            sentences = list(split_sentences(document, split))
+            for _ in range(copies):
+                writers[SPLITS[held_out]].add(sentences)
+            if copies and not sentences:
                 rejects.add("without words")
         stats = {name: writer.close() for name, writer in writers.items()}
         stats |= {"bytes": size, "rejects": rejects.causes, "sha256": text_hash.hexdigest()}
@@ -480,17 +539,36 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy(source, target)
 
 
-def print_store(manifest: dict, stats: list[dict], pieces: list[Piece]) -> None:
+def print_store(
+    manifest: dict, stats: list[dict], pieces: list[Piece], corpus: CorpusConfig
+) -> None:
     train, held_out = manifest["train"], manifest["held_out"]
-    rejects: Counter[str] = Counter()
-    for s in stats:
-        rejects.update(s["rejects"])
-    left_out = ", ".join(f"{n:,} {cause}" for cause, n in rejects.items()) or "none"
-    size = sum(s["bytes"] for s in stats)
-    layouts = ", ".join(dict.fromkeys(piece.layout for piece in pieces))
-    print(f"corpus: {size:,} bytes (layout {layouts}), left out: {left_out}")
+    tokens: Counter[str] = Counter()
+    for part in (train, held_out):
+        tokens.update({shard["name"]: shard["tokens"] for shard in part["shards"]})
+    for number, source in enumerate(corpus.each_source()):
+        own = [i for i, piece in enumerate(pieces) if piece.source == number]
+        sizes = Counter(tokens=sum(tokens[f"shard-{i:05d}"] for i in own))
+        for i in own:
+            sizes.update(stats[i]["train"])
+            sizes.update(stats[i]["held_out"])
+        layouts = ", ".join(dict.fromkeys(pieces[i].layout for i in own))
+        print(
+            f"corpus: {name_source(source)} (layout {layouts}, weight {source.weight:g}): "
+            f"{sum(stats[i]['bytes'] for i in own):,} bytes, "
+            + ", ".join(f"{sizes[n]:,} {n}" for n in ("documents", "sentences", "words", "tokens"))
+            + f", left out: {left_out([stats[i] for i in own])}"
+        )
     for name, part in (("train", train), ("held out", held_out)):
         print(
             f"{name}: {part['documents']:,} documents, {part['sentences']:,} sentences, "
             f"{part['tokens']:,} tokens"
         )
+
+
+def left_out(stats: list[dict]) -> str:
+    """What was not taken, by cause: documents, but for the paragraphs that are named so."""
+    rejects: Counter[str] = Counter()
+    for s in stats:
+        rejects.update(s["rejects"])
+    return ", ".join(f"{n:,} {cause}" for cause, n in rejects.items()) or "none"

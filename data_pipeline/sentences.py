@@ -1,16 +1,49 @@
 """documents -> **sentences** -> words: where a sentence ends, and the limit that none exceeds."""
 
+import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
+
+from data_pipeline.errors import UserError
 
 MAX_CHARACTERS = 2000  # of a sentence; longer ones (logs, tables, missing full stops) are cut
 
 
-def sentence_splitter(language: str) -> Callable[[str], list[str]]:
-    """`str -> list[str]` for an ISO 639 language: sentencex, some 300 languages, in Rust."""
+def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[str], list[str]]:
+    """`str -> list[str]` for an ISO 639 language: sentencex, some 300 languages, in Rust.
+
+    A `plug_in`, `package.module:function`, takes its place. Raises `UserError` if it is not there
+    or, when called, does not give a list of lines.
+    """
+    if plug_in:
+        return load_splitter(plug_in)
     import sentencex
 
     def split(paragraph: str) -> list[str]:
         return sentencex.segment(language, paragraph)
+
+    return split
+
+
+def load_splitter(plug_in: str) -> Callable[[str], list[str]]:
+    module, _, name = plug_in.partition(":")
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"corpus.sentences {plug_in} cannot be imported from {os.getcwd()}: {error}"
+        ) from None
+
+    def split(paragraph: str) -> list[str]:
+        sentences = function(paragraph)
+        if isinstance(sentences, list) and all(
+            isinstance(sentence, str) and "\n" not in sentence for sentence in sentences
+        ):
+            return sentences
+        raise UserError(
+            f"corpus.sentences {plug_in} gave {str(sentences)[:80]!r} for {paragraph[:80]!r}; it "
+            "must give a list of str without line ends"
+        )
 
     return split
 

@@ -98,7 +98,7 @@ def test_names_of_special_tokens_in_a_corpus_stay_text(tmp_path: Path):
     (tmp_path / "a.txt").write_text("\n\n".join([text] * 20))
     config = DataConfig(
         data_dir=str(tmp_path / "data"),
-        corpus=CorpusConfig(files=str(tmp_path / "a.txt"), held_out=0),
+        corpus=CorpusConfig(files=str(tmp_path / "a.txt"), held_out=0, deduplicate=False),
         vocab=VocabConfig(size=64, lowercase=False, character_coverage=1.0),
     )
     prepare(config, workers=1)
@@ -129,10 +129,13 @@ def test_the_manifest_counts_what_the_arrays_hold(prepared: Path, vocabulary: Vo
     assert store.manifest["vocab_sha256"] == hashlib.sha256(vocab).hexdigest()
 
 
-def test_the_order_of_files_changes_the_order_of_documents_only(files, uninterrupted, tmp_path):
-    prepare(config_of(files[::-1], tmp_path / "data"), workers=1)
-    assert (tmp_path / "data/vocab/vocab.txt").read_bytes() == uninterrupted["vocab/vocab.txt"]
-    prepare(config_of(files, tmp_path / "same"), workers=1)
+def test_the_order_of_files_changes_the_order_of_documents_only(files, tmp_path):
+    for name, order in (("data", files[::-1]), ("same", files)):
+        config = config_of(order, tmp_path / name)
+        config.corpus.deduplicate = False  # which of two equal paragraphs is kept is order
+        prepare(config, workers=1)
+    reverse, forward = (tmp_path / name / "vocab/vocab.txt" for name in ("data", "same"))
+    assert reverse.read_bytes() == forward.read_bytes()
     for split in SPLITS:
         reverse, forward = (documents_of(tmp_path / d, split) for d in ("data", "same"))
         assert reverse != forward
@@ -169,7 +172,7 @@ main()
 
 @pytest.mark.parametrize(
     "where, calls",
-    [("read_documents", 3), ("write_tokenizer", 0), ("encode_split", 5), ("link_or_copy", 9)],
+    [("read_selected", 3), ("write_tokenizer", 0), ("encode_split", 5), ("link_or_copy", 9)],
 )
 def test_a_killed_command_goes_on_to_the_same_bytes(
     files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, where: str, calls: int
@@ -189,7 +192,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
         real = module.scan_piece
         patch.setattr(module, "scan_piece", lambda *task: (reread.append(task), real(*task)))
         prepare(config_of(files, tmp_path / "data"), workers=1)
-    assert len(reread) == (3 if where == "read_documents" else 0)  # what was complete is kept
+    assert len(reread) == (3 if where == "read_selected" else 0)  # what was complete is kept
     assert contents(tmp_path / "data") == uninterrupted
 
 
@@ -339,7 +342,8 @@ def test_an_error_in_a_worker_ends_in_one_line(files: list[str], tmp_path: Path)
 def test_a_half_of_an_emoji_in_json_is_no_crash(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d of it, and more words"}\n' * 20)
     write_config(tmp_path, str(tmp_path / "a.jsonl"))
-    code, lines = run_cli(tmp_path / "c.yaml", "vocab.size=32", "corpus.held_out=0")
+    settings = ("vocab.size=32", "corpus.held_out=0", "corpus.deduplicate=false")
+    code, lines = run_cli(tmp_path / "c.yaml", *settings)
     assert (code, lines) == (0, [])
 
 

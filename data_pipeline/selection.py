@@ -1,0 +1,262 @@
+"""corpus -> **selection** -> sentences: what is dropped as a duplicate, and what the weights take.
+
+One cheap pass writes the hashes of each piece's documents and long paragraphs (and the text, where
+it would have to be fetched or parsed again); merging the hashes tells every piece which of them an
+earlier piece has. So a piece can then be scanned alone, on any worker, and a text stays where it
+comes first in the order of pieces.
+
+The rule of weights: of a source's N distinct documents to train on, weight w takes w N in all,
+rounded half up: each floor(w) times, and those with the lowest hashes once more. Held-out documents
+are never repeated; below weight 1 the same share of them is taken.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.config import CorpusConfig, SourceConfig
+from data_pipeline.corpus import BLOCK_BYTES, Piece, Rejects, read_documents, text_hash
+from data_pipeline.processes import written_beside
+
+LONG = 100  # characters of a paragraph whose repetition is no chance
+MERGED = 1 << 24  # hashes that are compared at a time: about 500 MB
+COSTLY = ("dataset", "python-docs")  # layouts not to be read a second time
+KINDS = ("documents", "paragraphs")
+ALL = 2**64  # above every hash
+
+
+def needs_selection(corpus: CorpusConfig) -> bool:
+    """Whether hashes must be known before the corpus is scanned."""
+    return corpus.deduplicate or any(source.weight % 1 for source in corpus.each_source())
+
+
+def hash_piece(piece: Piece, out: Path, source: SourceConfig) -> None:
+    """Write `documents.npy` and `paragraphs.npy`, sorted uint64 hashes of a piece, to folder
+    `out`; 8 bytes each are all that is held in memory. Of `COSTLY` layouts the text as well."""
+    hashes, rejects = {kind: bytearray() for kind in KINDS}, Rejects()
+    with written_beside(out) as folder:
+        documents = read_documents(piece, source, rejects)
+        for document in keep(documents, folder) if piece.layout in COSTLY else documents:
+            add_hash(hashes["documents"], document)
+            if len(document) >= LONG:
+                for line in document.split("\n"):
+                    if len(line) >= LONG:
+                        add_hash(hashes["paragraphs"], line)
+        for kind, data in hashes.items():
+            np.save(folder / f"{kind}.npy", np.sort(np.frombuffer(data, ">u8").astype("<u8")))
+        (folder / "rejects.json").write_text(json.dumps(rejects.causes))
+
+
+def add_hash(hashes: bytearray, text: str) -> None:
+    hashes += hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+
+
+def keep(documents: Iterable[str], folder: Path) -> Iterator[str]:
+    """The same documents, written to `folder` as they pass; NUL ends each."""
+    with open(folder / "text", "wb") as file:
+        for document in documents:
+            file.write(document.encode("utf-8", "replace").replace(b"\0", b" ") + b"\0")
+            yield document
+
+
+def read_selected(
+    piece: Piece, source: SourceConfig, hashes: Path | None, rejects: Rejects
+) -> Iterator[str]:
+    """`read_documents`, from what `keep` wrote to folder `hashes` where it did."""
+    if not (hashes and (hashes / "text").exists()):
+        yield from read_documents(piece, source, rejects)
+        return
+    rejects.causes.update(json.loads((hashes / "rejects.json").read_text()))
+    rest = b""
+    with open(hashes / "text", "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            *documents, rest = (rest + block).split(b"\0")
+            for document in documents:
+                yield document.decode()
+
+
+# ---------------------------------------------------------------------------------- duplicates
+
+
+def find_earlier(hashed: list[Path], out: Path) -> None:
+    """Write to folder `out`, for piece i, the hashes that an earlier piece has:
+    `00000i-documents.u8` and `00000i-paragraphs.u8`, sorted uint64, where there are any."""
+    with written_beside(out) as folder:
+        for kind in KINDS:
+            files = [path / f"{kind}.npy" for path in hashed]
+            n = 1 + sum(path.stat().st_size for path in files) // (8 * MERGED)
+            bounds = [i * ALL // n for i in range(n)] + [ALL]
+            for low, high in pairwise(bounds):  # hashes being uniform, about `MERGED` in each
+                parts = [distinct(between(np.load(f, mmap_mode="r"), low, high)) for f in files]
+                for i, earlier in enumerate(in_earlier(parts)):
+                    if len(earlier):
+                        with open(folder / f"{i:06d}-{kind}.u8", "ab") as file:
+                            earlier.tofile(file)
+
+
+def between(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
+    """The part of sorted `hashes` in [low, high)."""
+    start = np.searchsorted(hashes, np.uint64(low))
+    end = len(hashes) if high == ALL else np.searchsorted(hashes, np.uint64(high))
+    return hashes[start:end]
+
+
+def distinct(hashes: np.ndarray) -> np.ndarray:
+    return hashes[np.diff(hashes, prepend=hashes[:1] + np.uint64(1)) != 0]
+
+
+def in_earlier(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Of each array of distinct hashes, those that an array before it has."""
+    together = np.concatenate(parts)
+    order = np.argsort(together, kind="stable")  # equal hashes stay in the order of arrays
+    ordered = together[order]
+    found = np.zeros(len(together), bool)
+    found[order[1:][ordered[1:] == ordered[:-1]]] = True
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    return [part[mask] for part, mask in zip(parts, np.split(found, ends), strict=True)]
+
+
+def read_earlier(folder: Path, i: int, kind: str) -> np.ndarray:
+    path = folder / f"{i:06d}-{kind}.u8"
+    return np.fromfile(path, "<u8") if path.exists() else np.zeros(0, "<u8")
+
+
+# ---------------------------------------------------------------------------------- weights
+
+
+@dataclass
+class Share:
+    """The documents with the lowest hashes: all below `limit`, and `ties` of those equal to it."""
+
+    limit: int = 0
+    ties: int = 0
+
+    def takes(self, number: int) -> bool:
+        if number == self.limit and self.ties:
+            self.ties -= 1
+            return True
+        return number < self.limit
+
+
+def lowest(pieces: list[np.ndarray], n: int) -> list[Share]:
+    """The `n` lowest of all hashes, as a share for each piece; equal ones go in order of pieces."""
+    hashes = np.sort(np.concatenate(pieces))
+    if n == len(hashes):
+        return [Share(ALL) for _ in pieces]
+    limit, shares = hashes[n], []
+    rest = n - int(np.searchsorted(hashes, limit))
+    for piece in pieces:
+        ties = min(rest, int(np.count_nonzero(piece == limit)))
+        shares.append(Share(int(limit), ties))
+        rest -= ties
+    return shares
+
+
+def share_pieces(documents: list[np.ndarray], weight: float, held_out: float) -> list[list[Share]]:
+    """For each piece of a source the [training, held-out] documents that are taken once more than
+    floor(weight), from the hashes of its documents."""
+    first = math.ceil(held_out * ALL)  # a hash below is held out; see `is_held_out`
+    parts = ([between(d, first, ALL) for d in documents], [between(d, 0, first) for d in documents])
+    both = []
+    for part in parts:
+        n = sum(map(len, part))
+        both.append(lowest(part, math.floor(weight * n + 0.5) - math.floor(weight) * n))
+    return [list(pair) for pair in zip(*both, strict=True)]
+
+
+# ---------------------------------------------------------------------------------- a piece
+
+
+@dataclass
+class Selection:
+    """What is taken of a piece; made by `select`, to be sent to the worker that scans it."""
+
+    weight: float = 1.0
+    shares: list[Share] | None = None  # of training and held-out documents, for broken weights
+    hashes: Path | None = None  # folder of the piece's hashes
+    earlier: Path | None = None  # folder of those in earlier pieces, where duplicates go
+    number: int = 0  # of the piece
+
+    def open(self) -> None:
+        """Read the hashes that occur before, and those that the piece repeats itself."""
+        self.seen, self.repeated = {}, {}
+        for kind in KINDS if self.earlier else ():
+            own = np.load(self.hashes / f"{kind}.npy", mmap_mode="r")
+            self.repeated[kind] = set(own[1:][own[1:] == own[:-1]].tolist())
+            self.seen[kind] = set(read_earlier(self.earlier, self.number, kind).tolist())
+
+    def is_duplicate(self, kind: str, number: int) -> bool:
+        if number in self.seen[kind]:
+            return True
+        if number in self.repeated[kind]:
+            self.seen[kind].add(number)
+        return False
+
+    def take(self, document: str, data: bytes, held_out: bool, rejects: Rejects) -> tuple[str, int]:
+        """What is left of a document, UTF-8 `data`, without duplicates, and how often to take
+        it."""
+        number = text_hash(data) if self.earlier or self.shares else 0
+        if self.earlier:
+            if self.is_duplicate("documents", number):
+                rejects.add("duplicate")
+                return "", 0
+            document = self.drop_paragraphs(document, rejects)
+            if not document:
+                return "", 0
+        copies = math.floor(self.weight)
+        if held_out:
+            copies = min(1, copies)
+        if self.shares and not (held_out and copies):
+            copies += self.shares[held_out].takes(number)
+        if not copies:
+            rejects.add("not sampled")
+        return document, copies
+
+    def drop_paragraphs(self, document: str, rejects: Rejects) -> str:
+        if not (self.seen["paragraphs"] or self.repeated["paragraphs"]):
+            return document
+        lines = document.split("\n")
+        kept = [line for line in lines if not (len(line) >= LONG and self.is_repeated_line(line))]
+        if len(kept) == len(lines):
+            return document
+        if not any(map(str.strip, kept)):
+            rejects.add("duplicate")
+            return ""
+        rejects.add("duplicate paragraphs", len(lines) - len(kept))
+        return "\n".join(kept)
+
+    def is_repeated_line(self, line: str) -> bool:
+        return self.is_duplicate("paragraphs", text_hash(line.encode("utf-8", "replace")))
+
+
+def select(
+    corpus: CorpusConfig, pieces: list[Piece], hashed: list[Path], earlier: Path
+) -> list[Selection]:
+    """What to take of each piece, from the hashes in `hashed` and what `find_earlier` wrote."""
+    sources = corpus.each_source()
+    chosen = [Selection(sources[piece.source].weight) for piece in pieces]
+    if not needs_selection(corpus):
+        return chosen
+    for i, selection in enumerate(chosen):
+        selection.hashes = hashed[i]
+        if corpus.deduplicate:
+            selection.earlier, selection.number = earlier, i
+    for number, source in enumerate(sources):
+        if source.weight % 1:
+            own = [i for i, piece in enumerate(pieces) if piece.source == number]
+            documents = []
+            for i in own:
+                hashes = np.load(hashed[i] / "documents.npy")
+                if corpus.deduplicate:
+                    hashes = np.setdiff1d(hashes, read_earlier(earlier, i, "documents"))
+                documents.append(hashes)
+            shares = share_pieces(documents, source.weight, corpus.held_out)
+            for i, share in zip(own, shares, strict=True):
+                chosen[i].shares = share
+    return chosen

@@ -1,0 +1,216 @@
+"""selection: equal documents and equal long paragraphs stay where they come first, whatever the
+pieces, the workers and the interruptions.
+
+The reference is the rule said plainly: one walk through all documents with a set of what was seen.
+"""
+
+import os
+import re
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline import corpus, selection
+from data_pipeline.config import (
+    CorpusConfig,
+    DataConfig,
+    DatasetConfig,
+    PairsConfig,
+    SourceConfig,
+    VocabConfig,
+)
+from data_pipeline.corpus import Rejects, list_pieces
+from data_pipeline.prepare import prepare
+from data_pipeline.selection import (
+    LONG,
+    Selection,
+    find_earlier,
+    hash_piece,
+    read_earlier,
+    read_selected,
+    select,
+)
+
+FEW = settings(max_examples=40, deadline=None)
+
+
+def plainly(documents: list[str]) -> tuple[list[str], dict[str, int]]:
+    """What is left of the documents in order, and what was left out by cause."""
+    seen: dict[str, set[str]] = {"documents": set(), "lines": set()}
+    kept, causes = [], {"duplicate": 0, "duplicate paragraphs": 0}
+    for document in documents:
+        if document in seen["documents"]:
+            causes["duplicate"] += 1
+            continue
+        seen["documents"].add(document)
+        lines = []
+        for line in document.split("\n"):
+            if len(line) < LONG or line not in seen["lines"]:
+                lines.append(line)
+            if len(line) >= LONG:
+                seen["lines"].add(line)
+        if not lines:
+            causes["duplicate"] += 1
+            continue
+        causes["duplicate paragraphs"] += document.count("\n") + 1 - len(lines)
+        kept.append("\n".join(lines))
+    return kept, {cause: n for cause, n in causes.items() if n}
+
+
+def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str], dict[str, int]]:
+    """The same by the project's way, the pieces being hashed and read in any `order`."""
+    pieces = list_pieces(config)
+    hashed = [folder / f"hashes-{i}" for i in range(len(pieces))]
+    sources = config.each_source()
+    for i in order(range(len(pieces))):
+        hash_piece(pieces[i], hashed[i], sources[pieces[i].source])
+    chosen = select(config, pieces, hashed, folder / "earlier")
+    kept: dict[int, list[str]] = {i: [] for i in range(len(pieces))}
+    rejects = Rejects()
+    for i in order(range(len(pieces))):
+        chosen[i].open()
+        source = sources[pieces[i].source]
+        for document in read_selected(pieces[i], source, chosen[i].hashes, rejects):
+            text, copies = chosen[i].take(document, document.encode(), False, rejects)
+            kept[i] += [text] * copies
+    return [document for i in kept for document in kept[i]], rejects.causes
+
+
+LINES = ["short", "another", *(f"{word} " * 30 for word in ("long", "length", "largeé", "中文"))]
+DOCUMENTS = st.lists(
+    st.lists(st.sampled_from(LINES), min_size=1, max_size=3).map("\n".join), max_size=8
+)
+
+
+@FEW
+@given(st.lists(DOCUMENTS, min_size=1, max_size=4), st.integers(100, 900), st.integers(4, 99))
+def test_a_text_stays_where_it_comes_first(tmp_path_factory, files, piece_bytes, merged):
+    folder = tmp_path_factory.mktemp("pieces")
+    for i, documents in enumerate(files):
+        (folder / f"{i}.txt").write_text("\n\n".join(documents), encoding="utf-8")
+    config = CorpusConfig(files=str(folder / "*.txt"), layout="blank_line")
+    expected = plainly([document for documents in files for document in documents])
+    with (
+        patch.object(corpus, "PIECE_BYTES", piece_bytes),
+        patch.object(selection, "MERGED", merged),
+    ):
+        (folder / "forth").mkdir()
+        assert by_pieces(config, folder / "forth") == expected
+        (folder / "back").mkdir()
+        assert by_pieces(config, folder / "back", reversed) == expected
+
+
+@FEW
+@given(st.lists(st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1)), min_size=1, max_size=5))
+def test_a_piece_learns_which_of_its_hashes_an_earlier_one_has(tmp_path_factory, pieces):
+    folder = tmp_path_factory.mktemp("hashes")
+    hashed = [folder / str(i) for i in range(len(pieces))]
+    for path, hashes in zip(hashed, pieces, strict=True):
+        path.mkdir()
+        for kind in selection.KINDS:
+            np.save(path / f"{kind}.npy", np.sort(np.array(hashes, np.uint64)))
+    with patch.object(selection, "MERGED", 3):
+        find_earlier(hashed, folder / "earlier")
+    for i, hashes in enumerate(pieces):
+        expected = sorted(set(hashes) & {n for piece in pieces[:i] for n in piece})
+        assert read_earlier(folder / "earlier", i, "documents").tolist() == expected
+
+
+def test_the_first_source_that_holds_a_text_keeps_it(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_text("two\nthree\n")
+    names = ("b.txt", "a.txt")
+    sources = [SourceConfig(files=str(tmp_path / n), layout="line", weight=2.0) for n in names]
+    kept, causes = by_pieces(CorpusConfig(sources=sources), tmp_path)
+    assert kept == ["two", "two", "three", "three", "one", "one"]
+    assert causes == {"duplicate": 1}
+
+
+def test_a_line_below_the_length_stays_however_often(tmp_path: Path):
+    short, long = "x" * (LONG - 1), "y" * LONG
+    documents = [f"{i}\n{short}\n{long}" for i in range(3)]
+    (tmp_path / "a.txt").write_text("\n\n".join(documents))
+    kept, causes = by_pieces(CorpusConfig(files=str(tmp_path / "a.txt")), tmp_path)
+    assert kept == [f"0\n{short}\n{long}", f"1\n{short}", f"2\n{short}"]
+    assert causes == {"duplicate paragraphs": 2}
+
+
+def test_a_dataset_is_read_once(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo é\none\n", encoding="utf-8")
+    config = CorpusConfig(dataset=DatasetConfig("text", data_files=str(tmp_path / "a.txt")))
+    pieces, real, calls = list_pieces(config), corpus.read_dataset, []
+    with patch.object(corpus, "read_dataset", lambda *args: (calls.append(args), real(*args))[1]):
+        kept, causes = by_pieces(config, tmp_path)
+    assert (kept, causes) == (["one", "two é"], {"empty": 1, "duplicate": 1})
+    assert len(calls) == len(pieces) == 1
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def config_of(folder: Path, data_dir: Path, **settings) -> DataConfig:
+    return DataConfig(
+        data_dir=str(data_dir),
+        corpus=CorpusConfig(files=str(folder / "*.txt"), held_out=0.3, **settings),
+        vocab=VocabConfig(size=64, min_frequency=1),
+        data=PairsConfig(objective="none"),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files that share half of their documents, and paragraphs."""
+    folder = tmp_path_factory.mktemp("files")
+    for i in range(4):
+        documents = [f"Document {n}, of some words.\n{LINES[2 + n % 4]}" for n in range(i, i + 8)]
+        (folder / f"{i}.txt").write_text("\n\n".join(documents), encoding="utf-8")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_workers_and_interruptions_change_nothing(folder: Path, tmp_path: Path, capsys):
+    settings = {"weight": 1.5}
+    prepare(config_of(folder, tmp_path / "one", **settings), workers=1)
+    assert re.search(r"left out: \d+ duplicate paragraphs, 21 duplicate", capsys.readouterr().out)
+    prepare(config_of(folder, tmp_path / "two", **settings), workers=2)
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    for name, calls in (("add_hash", 20), ("in_earlier", 1), ("lowest", 0)):
+        data_dir = tmp_path / name
+        child = os.fork()
+        if not child:  # is killed as it makes a call
+            real, left = getattr(selection, name), iter([None] * calls)
+
+            def killed(*args, real=real, left=left):
+                for _ in left:
+                    return real(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(selection, name, killed)
+            prepare(config_of(folder, data_dir, **settings), workers=1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        prepare(config_of(folder, data_dir, **settings), workers=1)
+        assert contents(data_dir) == contents(tmp_path / "one")
+
+
+def test_nothing_is_compared_when_nobody_asks(folder: Path, tmp_path: Path, capsys):
+    with patch("data_pipeline.prepare.hash_piece", side_effect=AssertionError):
+        prepare(config_of(folder, tmp_path, deduplicate=False, weight=2.0), workers=1)
+    assert "left out: none" in capsys.readouterr().out
+
+
+def test_a_selection_of_nothing_special_takes_every_document_once():
+    chosen, rejects = Selection(), Rejects()
+    chosen.open()
+    for _ in range(2):
+        for held_out in (False, True):
+            assert chosen.take("text", b"text", held_out, rejects) == ("text", 1)
+    assert rejects.causes == {}

@@ -1,0 +1,336 @@
+"""sources: every kind of file gives the same documents, each source its weight and its line, and
+what is not text is named with the way out."""
+
+import csv
+import io
+import json
+import re
+import sys
+from collections import Counter
+from math import floor
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline import corpus
+from data_pipeline.config import (
+    CorpusConfig,
+    DataConfig,
+    DatasetConfig,
+    PairsConfig,
+    SourceConfig,
+    VocabConfig,
+    load_config,
+)
+from data_pipeline.errors import UserError
+from data_pipeline.prepare import prepare
+from data_pipeline.selection import share_pieces
+from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
+from data_pipeline.token_store import TokenStore, read_vocabulary
+
+FEW = settings(max_examples=100, deadline=None)
+ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n\n Four.\x07", ""]
+READ_ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n Four. "]
+
+
+def read_all(config: CorpusConfig) -> list[str]:
+    return [
+        document
+        for piece in corpus.list_pieces(config)
+        for document in corpus.read_documents(
+            piece, config.each_source()[piece.source], corpus.Rejects()
+        )
+    ]
+
+
+def write_rows(path: Path, rows: list[str]) -> str:
+    """The rows as column `body` of a table whose kind the suffix says."""
+    table = datasets.Dataset.from_dict({"id": list(range(len(rows))), "body": rows})
+    if path.suffix == ".parquet":
+        table.to_parquet(path)
+    elif path.suffix == ".arrow":
+        table.save_to_disk(path.with_suffix(""))
+        next(path.with_suffix("").glob("*.arrow")).rename(path)
+    elif path.suffix == "":
+        table.save_to_disk(path, num_shards=2)
+    else:
+        with open(path, "w", newline="", encoding="utf-8-sig") as file:
+            csv.writer(file).writerows([["id", "body"], *enumerate(rows)])
+    return str(path)
+
+
+# ---------------------------------------------------------------------------------- kinds of files
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.arrow", "[a] b.parquet", "saved"])
+def test_a_table_is_read_by_its_suffix(tmp_path: Path, name: str):
+    file = write_rows(tmp_path / name, ROWS)
+    assert read_all(CorpusConfig(files=file, text_field="body")) == READ_ROWS
+    with pytest.raises(UserError, match="no column 'text', but id, body; set corpus.text_field"):
+        read_all(CorpusConfig(files=file))
+
+
+def test_a_column_that_is_no_text_is_named(tmp_path: Path):
+    file = write_rows(tmp_path / "a.parquet", ROWS)
+    with pytest.raises(UserError, match=r"a\.parquet: column 'id' is not text: '1'"):
+        read_all(CorpusConfig(files=file, text_field="id"))
+
+
+@FEW
+@given(st.lists(st.text("ab,;\"'é中 \n", min_size=1).filter(str.strip), max_size=5))
+def test_a_csv_file_holds_what_was_written_to_it(tmp_path_factory, rows: list[str]):
+    file = write_rows(tmp_path_factory.getbasetemp() / "rows.csv", rows)
+    expected = [re.sub(r"\n\s*\n", "\n", row) for row in rows]
+    assert read_all(CorpusConfig(files=file, text_field="body")) == expected
+
+
+def test_a_tsv_file_has_no_quotes(tmp_path: Path):
+    (tmp_path / "a.tsv").write_text('label\ttext\n1\t"Half a quote\n0\tNo, thanks\n')
+    documents = read_all(CorpusConfig(files=str(tmp_path / "*.tsv")))
+    assert documents == ['"Half a quote', "No, thanks"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('text\nfine\n"never closed\nmore\n', r"a\.csv: line \d+ is not csv \(unexpected end"),
+        ("text,b\nfine,1\nshort\n", r"a\.csv: line 3 is not csv \(1 fields, the header has 2\)"),
+        ("", r"a\.csv has no column 'text'"),
+    ],
+)
+def test_a_broken_table_is_named_with_the_line(tmp_path: Path, text: str, message: str):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_all(CorpusConfig(files=str(tmp_path / "a.csv")))
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path):
+    file = write_rows(tmp_path / "a.parquet", ROWS)
+    Path(file).write_bytes(Path(file).read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"(a\.parquet|parquet) cannot be (read|opened)"):
+        read_all(CorpusConfig(files=file, text_field="body"))
+
+
+def test_a_saved_dataset_of_several_splits_asks_for_one(tmp_path: Path):
+    table = datasets.Dataset.from_dict({"text": ["a"]})
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "d")
+    with pytest.raises(UserError, match=r"several splits \(test, train\); name one: .*d/test"):
+        read_all(CorpusConfig(files=str(tmp_path / "d")))
+    assert read_all(CorpusConfig(files=str(tmp_path / "d/train"))) == ["a"]
+
+
+# ---------------------------------------------------------------------------------- not UTF-8
+
+
+CHINESE = "简体中文的网页常常不是这个编码，而是国家标准。它们应该被认出来。\n"
+FRENCH = "Voilà l'été: où êtes-vous passé, élève?\n"
+BYTES = {
+    "encoding=utf-16": FRENCH.encode("utf-16"),
+    "encoding=utf-16-le": (FRENCH * 9).encode("utf-16-le"),
+    "encoding=utf-16-be": (FRENCH * 9).encode("utf-16-be"),
+    "encoding=latin-1": FRENCH.encode("latin-1"),
+    "encoding=cp1252": FRENCH.replace("'", "’").encode("cp1252"),
+    "encoding=gb18030": CHINESE.encode("gb18030"),
+}
+
+
+@pytest.mark.parametrize("before", [b"", b"Plain ASCII.\n" * 100_000])
+@pytest.mark.parametrize("looks", BYTES)
+def test_another_encoding_is_recognised_and_read_when_said(tmp_path: Path, looks, before):
+    if "utf-16" in looks:
+        before = b""
+    file, encoding = tmp_path / "a.txt", looks.removeprefix("encoding=")
+    file.write_bytes(before + BYTES[looks])
+    with pytest.raises(UserError, match=rf"a\.txt: byte \d+ is not utf-8 .* corpus\.{looks}$"):
+        read_all(CorpusConfig(files=str(file), layout="line"))
+    text = (before + BYTES[looks]).decode(encoding)
+    read = read_all(CorpusConfig(files=str(file), layout="line", encoding=encoding))
+    assert read == text.split("\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (bytes(range(256)) * 9, r"byte 128 .* binary data: take it out of corpus\.files"),
+        (bytes(1000), "byte 0 .*NUL.* binary data"),
+        (b"\x1f\x8b\x08" + bytes(50), r"byte 1 .*its name the ending \.gz"),
+        (b"PAR1\x15\xff", r"byte 5 .*its name the ending \.parquet"),
+        (
+            (CHINESE * 3).encode() + b"\xff\n" + CHINESE.encode(),
+            r"byte 291 .* errors: mend .*errors=replace",
+        ),
+    ],
+)
+def test_what_is_no_text_at_all_is_named(tmp_path: Path, data: bytes, message: str):
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(UserError, match=rf"a\.txt: {message}"):
+        read_all(CorpusConfig(files=str(tmp_path / "a.txt")))
+
+
+# ---------------------------------------------------------------------------------- several sources
+
+
+def document(i: int) -> str:
+    return f"Document {i} is here. It has the number {i}."
+
+
+def config_of(folder: Path, sources: list[SourceConfig], size: int = 48, **settings) -> DataConfig:
+    return DataConfig(
+        data_dir=str(folder / "data"),
+        corpus=CorpusConfig(sources=sources, **{"held_out": 0.2} | settings),
+        vocab=VocabConfig(size=size, min_frequency=1, character_coverage=1.0),
+        data=PairsConfig(objective="none"),
+    )
+
+
+def numbers_of(data_dir: str, split: str) -> Counter[int]:
+    """How often each `document(i)` is in a split of a store."""
+    vocabulary = read_vocabulary(Path(data_dir) / "vocab")
+    store = TokenStore(Path(data_dir) / "store", split, vocabulary)
+    offsets = store.sentence_offsets[store.document_offsets]
+    texts = []
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        ids = store.take(np.arange(start, end))
+        pieces = (vocabulary.pieces[i] for i in ids)
+        texts.append("".join(p[2:] if p.startswith("##") else f" {p}" for p in pieces))
+    return Counter(int(re.search(r"document (\d+)", text)[1]) for text in texts)
+
+
+@pytest.mark.parametrize("weight", [0.5, 1, 2, 2.5])
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, deduplicate: bool):
+    for name, numbers in (("a", range(101)), ("b", range(200, 240))):
+        text = "\n".join(map(document, numbers)) + "\n"
+        (tmp_path / f"{name}.txt").write_text(text)
+    sources = [
+        SourceConfig(files=str(tmp_path / "a.txt"), weight=weight),
+        SourceConfig(files=str(tmp_path / "b.txt")),
+    ]
+    prepare(config_of(tmp_path, sources, deduplicate=deduplicate), workers=1)
+    train, held_out = (numbers_of(tmp_path / "data", split) for split in ("train", "held_out"))
+    is_held_out = [corpus.is_held_out(document(i).encode(), 0.2) for i in range(240)]
+    n = is_held_out[:101].count(False)
+    assert sum(times for i, times in train.items() if i < 200) == floor(weight * n + 0.5)
+    assert {times for i, times in train.items() if i < 200} <= {floor(weight), floor(weight) + 1}
+    once = floor(min(1, weight) * (101 - n) + 0.5)
+    assert sum(i < 200 for i in held_out) == once and set(held_out.values()) == {1}
+    assert not any(is_held_out[i] for i in train) and all(is_held_out[i] for i in held_out)
+    assert sum(i >= 200 for i in train) == is_held_out[200:].count(False)
+    # the rule: those with the lowest hashes
+    order = sorted(
+        (i for i in range(101) if not is_held_out[i]),
+        key=lambda i: corpus.text_hash(document(i).encode()),
+    )
+    more = {i for i in order if train[i] > floor(weight)}
+    assert more == set(order[: len(more)])
+
+
+@FEW
+@given(
+    st.lists(st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 3), max_size=9), min_size=1),
+    st.floats(0.01, 5),
+    st.sampled_from([0.0, 0.01, 0.5]),
+)
+def test_shares_of_pieces_add_up_whatever_the_ties(pieces, weight: float, held_out: float):
+    arrays = [np.sort(np.array(piece, np.uint64)) for piece in pieces]
+    shares = share_pieces(arrays, weight, held_out)
+    taken: list[list[int]] = [[], []]
+    for piece, both in zip(pieces, shares, strict=True):
+        for number in piece:
+            kind = number < held_out * 2**64
+            if both[kind].takes(number):
+                taken[kind].append(number)
+    for kind in (0, 1):
+        of_kind = sorted(n for piece in pieces for n in piece if (n < held_out * 2**64) == kind)
+        count = floor(weight * len(of_kind) + 0.5) - floor(weight) * len(of_kind)
+        assert sorted(taken[kind]) == of_kind[:count]
+
+
+def test_each_source_is_read_its_own_way_and_ends_in_a_line(tmp_path: Path, capsys):
+    (tmp_path / "a.txt").write_text("One.\n\nTwo.\n")
+    (tmp_path / "b.txt").write_bytes("第一。第二。\n第三。\n".encode("gb18030"))
+    rows = [{"text": "Three."}, {"text": " "}]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = [
+        SourceConfig(files=str(tmp_path / "a.txt")),
+        SourceConfig(files=str(tmp_path / "b.txt"), encoding="gb18030", language="zh"),
+        SourceConfig(
+            dataset=DatasetConfig("json", data_files=str(tmp_path / "c.jsonl")), weight=2.0
+        ),
+    ]
+    prepare(config_of(tmp_path, sources, size=24, held_out=0.0), workers=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("corpus: ")]
+    assert [re.sub(r"^corpus: .*/|\d+ tokens, ", "", line) for line in lines] == [
+        "a.txt (layout blank_line, weight 1): 8 bytes, 2 documents, 2 sentences, 4 words, "
+        "left out: none",
+        "b.txt (layout line, weight 1): 27 bytes, 2 documents, 3 sentences, 9 words, "
+        "left out: none",
+        "corpus: json (layout dataset, weight 2): 6 bytes, 2 documents, 2 sentences, 4 words, "
+        "left out: 1 empty",
+    ]
+
+
+def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("Some text.\n")
+    (tmp_path / "b.txt").write_text("\n \n")
+    sources = [SourceConfig(files=str(tmp_path / name)) for name in ("a.txt", "b.txt")]
+    with pytest.raises(UserError, match=r"corpus\.sources\[1\] holds no text \(.*b\.txt"):
+        prepare(config_of(tmp_path, sources), workers=1)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{files: a, sources: [{files: b}]}", "corpus.files is given beside corpus.sources"),
+        ("{language: zh, sources: [{files: b}]}", "corpus.language is given beside"),
+        ("{sources: [{file: b}]}", r"corpus\.sources\[0\]\.file; did you mean .*\[0\]\.files\?"),
+        ("{sources: [{files: b}, {}]}", r"corpus\.sources\[1\] needs exactly one of"),
+        ("{sources: [{files: b, weight: 0}]}", r"sources\[0\]\.weight 0\.0 is not in"),
+        ("{sources: [{files: b, weight: .nan}]}", r"sources\[0\]\.weight nan is not in"),
+        ("{sources: [b.txt]}", r"c\.yaml, key corpus\.sources"),
+        ("{sources: {files: b}}", r"c\.yaml: corpus\.sources is not a list of sources"),
+        ("{files: a, sentences: nltk}", "corpus.sentences 'nltk' is not package.module:function"),
+    ],
+)
+def test_a_slip_in_the_sources_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "c.yaml").write_text(f"corpus: {text}\n")
+    with pytest.raises(UserError, match=message):
+        load_config(DataConfig, str(tmp_path / "c.yaml"))
+
+
+# ---------------------------------------------------------------------------------- sentences
+
+
+def test_another_splitter_takes_the_place_of_sentencex(tmp_path: Path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "cut_at_bars.py").write_text(
+        "split = lambda text: text.split('|')\n"
+        "def words(text): return text\n"
+        "def lines(text): return ['a\\nb']\n"
+    )
+    split = sentence_splitter("en", "cut_at_bars:split")
+    assert list(split_sentences("a.|b|\n c", split)) == ["a.", "b", " c"]
+    for name in ("words", "lines"):
+        with pytest.raises(UserError, match=f"cut_at_bars:{name} gave .* for 'text'; it must"):
+            list(split_sentences("text", sentence_splitter("en", f"cut_at_bars:{name}")))
+    for path in ("absent_module:split", "cut_at_bars:absent"):
+        with pytest.raises(UserError, match=f"{path} cannot be imported"):
+            sentence_splitter("en", path)
+    del sys.modules["cut_at_bars"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x" * 1_000_000, "word and more words " * 150_000, "One sentence. " * 200_000, "字" * 350_000],
+    ids=["a word of a million letters", "3 MB of words", "3 MB of sentences", "1 MB of Chinese"],
+)
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_line_of_megabytes_is_cut_and_whole(text: str, language: str):
+    sentences = list(split_sentences(text, sentence_splitter(language)))
+    assert "".join(sentences).split() == text.split()
+    assert max(map(len, sentences)) <= MAX_CHARACTERS
+    assert io.StringIO(text).readline() == text
