@@ -1,0 +1,764 @@
+"""Beside the journey, after the token store: a **report** that proves what a run will train on.
+
+`python -m data_pipeline.report CONFIG [key=value ...]` writes `data_dir/report.html` and
+`data_dir/report.json`. The audits are functions of pairs and token arrays and know nothing of the
+rule that drew them, so that tests hold other rules against the same measures. Where a corpus is
+large they work on samples: the order of training is random, so its first pairs are one.
+"""
+
+import argparse
+import html
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.batches import BatchSource, build_batch
+from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.errors import run_command
+from data_pipeline.hashing import draws, key
+from data_pipeline.pairs import PAIR
+from data_pipeline.processes import progress_bar
+from data_pipeline.token_store import TokenStore, Vocabulary, read_manifest, read_vocabulary
+
+PAIRS, SEQUENCES = 200_000, 20_000  # at most, for what is measured on pairs and on masks
+MASK_TOKENS, COUNT_TOKENS = 1 << 22, 1 << 27  # at most, of those sequences and for word counts
+BLOCK = 4096  # pairs that are looked at together
+LONG = 6  # pieces: words of as many or more are counted together
+EXAMPLES = 12
+LABELS = ("IsNext", "random")
+
+
+# ------------------------------------------------------------------------------------- audits
+
+
+def audit_corpus(store: TokenStore) -> dict:
+    """Lengths of documents and sentences in tokens, the longest documents, and what they are in
+    pieces."""
+    starts = store.sentence_offsets[store.document_offsets]
+    sizes = np.diff(starts)
+    longest = np.argsort(-sizes, kind="stable")[:10]
+    sentences = sample(len(store.sentence_offsets) - 1, 2_000_000)
+    documents = sample(len(sizes), 2_000_000)
+    offsets = store.sentence_offsets
+    return {
+        "document_tokens": histogram(sizes[documents], log=True),
+        "document_sentences": histogram(np.diff(store.document_offsets)[documents], log=True),
+        "sentence_tokens": histogram(offsets[sentences + 1] - offsets[sentences], log=True),
+        "longest_documents": [
+            {
+                "document": int(i),
+                "tokens": int(sizes[i]),
+                "sentences": int(store.document_offsets[i + 1] - store.document_offsets[i]),
+                "share": int(sizes[i]) / len(store),
+                "begins": decode(store.vocabulary, store.take(starts[i] + np.arange(24))),
+            }
+            for i in longest
+        ],
+    }
+
+
+def audit_vocabulary(store: TokenStore) -> dict:
+    """How well the vocabulary serves the text: shares of its tokens, and their unigram entropy in
+    nats."""
+    pieces, counts = store.vocabulary.pieces, count_tokens(store)
+    bare = [piece.removeprefix("##") for piece in pieces]
+    single = np.array([len(piece) == 1 and piece.isalpha() for piece in bare])
+    total = counts.sum()
+    share = counts[counts > 0] / total
+    return {
+        "pieces": len(pieces),
+        "tokens_counted": int(total),
+        "tokens_per_word": float(total / counts[~store.vocabulary.continues].sum()),
+        "unknown": float(counts[store.vocabulary["[UNK]"]] / total),
+        "single_letters": float(counts[single].sum() / total),
+        "never_used": float((counts[store.vocabulary.ordinary] == 0).mean()),
+        "unigram_entropy": float(-(share * np.log(share)).sum()),
+    }
+
+
+def count_tokens(store: TokenStore) -> np.ndarray:
+    """How often each piece occurs, int64 (V,): in all of the store, or in evenly spaced parts."""
+    size = 1 << 20
+    blocks = size * sample(-(-len(store) // size), COUNT_TOKENS // size)
+    counts = np.zeros(len(store.vocabulary), np.int64)
+    with progress_bar("counting", len(blocks), "Mtoken") as bar:
+        for start in blocks:
+            part = store.take(np.arange(start, min(start + size, len(store))))
+            counts += np.bincount(part, minlength=len(counts))
+            bar.update()
+    return counts
+
+
+def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarray]) -> dict:
+    """Labels and lengths of a `PAIR` array, and what lengths alone tell about labels.
+
+    `document_of` gives the document of each token position. The classifiers are fitted on the pairs
+    whose A is from one half of the documents and tested on the others; `balanced` gives both labels
+    equal weight, so that it is 0.5 for what tells nothing, whatever the majority.
+    """
+    label = pairs["label"].astype(bool)
+    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+    of_a, of_b = document_of(pairs["a_start"]), document_of(pairs["b_start"])
+    fit = half_of(of_a)
+    return {
+        "pairs": len(pairs),
+        "tested": int((~fit).sum()),
+        "random": float(label.mean()),
+        "random_same_document": int((label & (of_a == of_b)).sum()),
+        "next_elsewhere": int(
+            (~label & ((of_a != of_b) | (pairs["b_start"] < pairs["a_end"]))).sum()
+        ),
+        "empty": int(((a == 0) | (b == 0)).sum()),
+        "longest": int((a + b).max()),
+        "majority": float(max(label[~fit].mean(), 1 - label[~fit].mean())),
+        "by_lengths": table_accuracy([a, b], label, fit),
+        "by_total": table_accuracy([a + b], label, fit),
+        "lengths": {
+            name: [histogram(values[label == x], top=int((a + b).max())) for x in (False, True)]
+            for name, values in (("a", a), ("b", b), ("total", a + b))
+        },
+    }
+
+
+def half_of(document: np.ndarray) -> np.ndarray:
+    """Whether each document is of the half that classifiers are fitted on: bool."""
+    return draws(key(0), document) % np.uint64(2) == 0
+
+
+def table_accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> dict:
+    """Accuracies on `~fit` of the best guess for each cell of a table of the features' quantiles,
+    with some 100 pairs of `fit` a cell."""
+    n = int(np.clip((fit.sum() / 100) ** (1 / len(features)), 2, 32))
+    cell = np.zeros(len(label), np.int64)
+    for values in features:
+        edges = np.unique(np.quantile(values[fit], np.arange(1, n) / n))
+        cell = cell * n + np.searchsorted(edges, values, side="right")
+    total, random = (np.bincount(cell[w], minlength=n ** len(features)) for w in (fit, fit & label))
+    return accuracies(random[cell], (total - random)[cell], label, fit)
+
+
+def threshold_accuracy(values: np.ndarray, label: np.ndarray, fit: np.ndarray) -> dict:
+    """Accuracies on `~fit` of the rule "random below a threshold" that is best on `fit`."""
+    order = np.argsort(values[fit], kind="stable")
+    ordered, random = values[fit][order], label[fit][order]
+    result = {}
+    for name, weight in (("accuracy", 1.0), ("balanced", (~random).sum() / max(random.sum(), 1))):
+        gain = np.append(0, np.cumsum(np.where(random, weight, -1)))
+        threshold = np.append(ordered, np.inf)[gain.argmax()]
+        result[name] = score(values < threshold, label, ~fit)[name]
+    return result
+
+
+def accuracies(
+    random: np.ndarray, following: np.ndarray, label: np.ndarray, fit: np.ndarray
+) -> dict:
+    """Accuracies on `~fit` of guessing the label that each pair's cell has more of, in `fit`."""
+    n_random, n_following = max(label[fit].sum(), 1), max((~label[fit]).sum(), 1)
+    often = n_random > n_following  # what an empty cell guesses
+    plain = np.where(random == following, often, random > following)
+    even = random / n_random > following / n_following
+    return {
+        "accuracy": score(plain, label, ~fit)["accuracy"],
+        "balanced": score(even, label, ~fit)["balanced"],
+    }
+
+
+def score(guess: np.ndarray, label: np.ndarray, test: np.ndarray) -> dict:
+    """Accuracy, and the mean of the accuracies on the two labels."""
+    right, label = (guess == label)[test], label[test]
+    each = [right[label == x].mean() for x in (False, True) if (label == x).any()]
+    return {"accuracy": float(right.mean()), "balanced": float(np.mean(each))}
+
+
+def audit_overlap(
+    store: TokenStore, pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarray]
+) -> dict:
+    """What shared words tell about labels: not a leak, but what a model has to beat."""
+    shared = np.empty(len(pairs))
+    with progress_bar("comparing words", len(pairs), "pair") as bar:
+        for first in range(0, len(pairs), BLOCK):
+            part = pairs[first : first + BLOCK]
+            (a, of_a), (b, of_b) = (pair_words(store, part, name) for name in "ab")
+            found = np.isin(mix_in(a, of_a), mix_in(b, of_b))
+            words = np.bincount(of_a, minlength=len(part))
+            shared[first : first + BLOCK] = np.bincount(of_a, found, len(part)) / words
+            bar.update(len(part))
+    label = pairs["label"].astype(bool)
+    return {
+        "shared_words": [float(shared[label == x].mean()) for x in (False, True)],
+        "histograms": [histogram(shared[label == x], top=1) for x in (False, True)],
+        **threshold_accuracy(shared, label, half_of(document_of(pairs["a_start"]))),
+    }
+
+
+def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(a hash of each word of segment `name` of the pairs uint64, the pair that it is in int64)."""
+    starts, ends = pairs[f"{name}_start"], pairs[f"{name}_end"]
+    tokens = store.take(ranges(starts, ends))
+    begins = ~store.vocabulary.continues[tokens]
+    begins[(np.cumsum(ends - starts) - (ends - starts))[ends > starts]] = True
+    word = np.flatnonzero(begins)
+    place = np.arange(len(tokens)) - word[np.cumsum(begins) - 1]
+    words = np.add.reduceat(draws(draws(key(1), place), tokens), word)
+    return words, np.repeat(np.arange(len(pairs)), ends - starts)[word]
+
+
+def mix_in(words: np.ndarray, pair: np.ndarray) -> np.ndarray:
+    return draws(words, pair)
+
+
+def audit_coverage(pairs: np.ndarray, sentence_offsets: np.ndarray) -> dict:
+    """Which tokens the pairs of an epoch use: in any pair, in several; and of the others, those cut
+    off in the middle of a sentence, and those of whole sentences. Counts of tokens."""
+    spans = np.concatenate(
+        [np.stack([pairs[f"{x}_start"], pairs[f"{x}_end"]], 1) for x in "ab"], dtype=np.int64
+    )
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    spans = spans[np.argsort(spans[:, 0])]
+    reached = np.maximum.accumulate(np.append(0, spans[:, 1]))
+    gap_start, gap_end = reached, np.append(spans[:, 0], sentence_offsets[-1])
+    gaps = gap_end > gap_start
+    gap_start, gap_end = gap_start[gaps], gap_end[gaps]
+    sentence_end = sentence_offsets[np.searchsorted(sentence_offsets, gap_start, side="left")]
+    cut = np.minimum(sentence_end, gap_end) - gap_start
+    missing, used = int((gap_end - gap_start).sum()), int((spans[:, 1] - spans[:, 0]).sum())
+    covered = int(sentence_offsets[-1]) - missing
+    return {
+        "tokens": int(sentence_offsets[-1]),
+        "covered": covered / int(sentence_offsets[-1]),
+        "again": used - covered,
+        "cut": int(cut.sum()),
+        "left_out": missing - int(cut.sum()),
+    }
+
+
+def audit_boundaries(store: TokenStore, pairs: np.ndarray) -> int:
+    """How many segments start or end inside a word."""
+    edges = np.concatenate([pairs[name] for name in PAIR.names[:4]])
+    edges = edges[(edges > 0) & (edges < len(store))]
+    return int((~store.starts_word(edges)).sum())
+
+
+def audit_masks(
+    original: np.ndarray,
+    seen: np.ndarray,
+    masked: np.ndarray,
+    starts: np.ndarray,
+    sequence: np.ndarray,
+    vocabulary: Vocabulary,
+) -> dict:
+    """How much is masked, of which words, and what stands in its place.
+
+    Arrays (T,) over the tokens of all sequences, special ones left out: the token, what the model
+    sees, whether it is to be predicted, whether a word starts there, the number of its sequence.
+    """
+    word = np.cumsum(starts) - 1
+    pieces, hidden = np.bincount(word), np.bincount(word, masked)
+    size = np.minimum(pieces, LONG)
+    words, masked_words = np.bincount(size, minlength=LONG + 1), np.bincount(size, hidden > 0)
+    labels, shown = original[masked], seen[masked]
+    is_mask = shown == vocabulary["[MASK]"]
+    is_random = ~is_mask & (shown != labels)
+    n = max(len(labels), 1)
+    per_sequence = np.bincount(sequence, masked) / np.bincount(sequence)
+    return {
+        "sequences": len(per_sequence),
+        "tokens": len(original),
+        "words_masked": int((hidden > 0).sum()),
+        "masked": float(masked.mean()),
+        "per_sequence": histogram(per_sequence, bins=40, top=max(0.3, per_sequence.max())),
+        "without_masks": int((per_sequence == 0).sum()),
+        "partly_masked_words": int(((hidden > 0) & (hidden < pieces)).sum()),
+        "by_pieces": [
+            {"pieces": k, "words": int(words[k]), "masked": float(masked_words[k] / words[k])}
+            for k in range(1, LONG + 1)
+            if words[k]
+        ],
+        "replaced": {
+            "mask": float(is_mask.sum() / n),
+            "random": float(is_random.sum() / n),
+            "kept": float((~is_mask & ~is_random).sum() / n),
+        },
+        "special_pieces": int((~np.isin(shown[is_random], vocabulary.ordinary)).sum()),
+        "changed_unmasked": int((original != seen)[~masked].sum()),
+    }
+
+
+# ------------------------------------------------------------------------------------- samples
+
+
+def sample(n: int, limit: int) -> np.ndarray:
+    """At most `limit` of the numbers below n, evenly spaced: int64."""
+    return np.arange(n) if n <= limit else np.linspace(0, n - 1, limit).astype(np.int64)
+
+
+def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The integers of all [start, end), one range after another."""
+    sizes = ends - starts
+    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+
+
+def histogram(values: np.ndarray, *, log: bool = False, bins: int = 32, top: float = 0) -> dict:
+    """Counts of values between edges: of equal width up to `top`, or two an octave."""
+    top = max(top, values.max(initial=1))
+    if log:
+        edges = np.unique(np.rint(2 ** (np.arange(2 * math.log2(top) + 2) / 2)))
+    elif top <= 1:
+        edges = np.linspace(0, top, bins + 1)
+    else:
+        width = math.ceil((top + 1) / bins)
+        edges = np.arange(0, top + 1 + width, width)
+    return {"edges": edges.tolist(), "counts": np.histogram(values, edges)[0].tolist()}
+
+
+def read_sequences(
+    store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """What training sees of the pairs, as `audit_masks` wants it, and the segment (0: A, 1: B) of
+    each token."""
+    parts = []
+    with progress_bar("masking", len(pairs), "sequence", disable=len(pairs) <= EXAMPLES) as bar:
+        for first in range(0, len(pairs), BLOCK // 8):
+            part = pairs[first : first + BLOCK // 8]
+            batch = build_batch(store, data, part, streams[first : first + BLOCK // 8])
+            seen, cu = batch.input_ids.numpy(), batch.cu_seqlens.numpy()
+            ordinary, masked = np.ones(len(seen), bool), np.zeros(len(seen), bool)
+            masked[batch.masked_positions.numpy()] = True
+            for special in (cu[:-1], cu[:-1] + part["a_end"] - part["a_start"] + 1, cu[1:] - 1):
+                ordinary[special] = False
+            spans = [
+                np.stack([part[f"a_{x}"], part[f"b_{x}"]], 1).ravel() for x in ("start", "end")
+            ]
+            places = ranges(*spans)
+            segment = batch.token_type_ids.numpy()[ordinary]
+            sequence = batch.sequence_ids.numpy()[ordinary]
+            starts = store.starts_word(places) | (data.masking == "token")
+            starts |= np.diff(2 * sequence + segment, prepend=-1) != 0
+            arrays = store.take(places), seen[ordinary], masked[ordinary], starts
+            parts.append((*arrays, sequence + first, segment))
+            bar.update(len(part))
+    return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+
+
+def decode(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
+    """Tokens as text: continuations joined to what they continue."""
+    return " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
+
+
+# ------------------------------------------------------------------------------------- the report
+
+
+def audit(config: DataConfig) -> dict:
+    """All that the report says; raises `UserError` if `data_dir` is not prepared."""
+    folder = Path(config.data_dir)
+    vocabulary = read_vocabulary(folder / "vocab")
+    store = TokenStore(folder / "store", "train", vocabulary)
+    data = config.data
+    source = BatchSource(store, data, config.seed)
+    epoch = source.pairs(0)
+    pairs, streams = source.examples(0, min(PAIRS, len(epoch)))
+    document_starts = store.sentence_offsets[store.document_offsets]
+
+    def document_of(positions: np.ndarray) -> np.ndarray:
+        return np.searchsorted(document_starts, positions, side="right") - 1
+
+    result = {
+        "data_dir": str(config.data_dir),
+        "settings": {name: getattr(data, name) for name in vars(data)} | {"seed": config.seed},
+        "store": read_manifest(folder / "store"),
+        "corpus": audit_corpus(store),
+        "vocabulary": audit_vocabulary(store),
+        "coverage": audit_coverage(epoch, store.sentence_offsets),
+    }
+    lengths = epoch["a_end"] - epoch["a_start"] + epoch["b_end"] - epoch["b_start"]
+    result["epoch"] = {
+        "sequences": len(epoch),
+        "random": int(epoch["label"].sum()),
+        "tokens_per_sequence": float(lengths.mean()),
+        "edges_inside_words": audit_boundaries(store, epoch),
+        "lengths": histogram(lengths),
+    }
+    if data.objective != "none":
+        result["pairs"] = audit_pairs(pairs, document_of)
+        result["overlap"] = audit_overlap(store, pairs, document_of)
+    n = min(SEQUENCES, MASK_TOKENS // data.max_seq_length)
+    sequences = read_sequences(store, data, pairs[:n], streams[:n])
+    result["masks"] = audit_masks(*sequences[:5], vocabulary)
+    result["examples"] = choose_examples(store, data, pairs, streams)
+    result["checks"] = check_results(result)
+    return result
+
+
+def choose_examples(
+    store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
+) -> list[dict]:
+    """The first pairs of each label, decoded: (text, what the model sees, kind) of each word; kind
+    "" if it is not masked."""
+    each = EXAMPLES // 2 if data.objective != "none" else EXAMPLES
+    first = [np.flatnonzero(pairs["label"] == label)[:each] for label in (0, 1)]
+    chosen = np.sort(np.concatenate(first))
+    original, seen, masked, starts, sequence, segment = read_sequences(
+        store, data, pairs[chosen], streams[chosen]
+    )
+    pieces, mask = store.vocabulary.pieces, store.vocabulary["[MASK]"]
+    examples = [{"label": int(pairs["label"][i]), "segments": ([], [])} for i in chosen]
+    word = np.flatnonzero(starts)
+    for i, end in zip(word, np.append(word[1:], len(starts)), strict=True):
+        text = "".join(pieces[t].removeprefix("##") for t in original[i:end])
+        text = "##" * pieces[original[i]].startswith("##") + text
+        shown, kind = " ".join(pieces[t] for t in seen[i:end]), ""
+        if masked[i:end].any():
+            is_mask, kept = (seen[i:end] == mask).all(), (seen[i:end] == original[i:end]).all()
+            kind = "mask" if is_mask else "kept" if kept else "random"
+        examples[sequence[i]]["segments"][segment[i]].append((text, shown, kind))
+    return examples
+
+
+def check_results(result: dict) -> list[dict]:
+    """What the pairs and masks are to hold: name, what was found, what was wanted, whether it
+    holds. What is drawn may be off by three standard errors of the sample besides."""
+    settings, coverage, masks = result["settings"], result["coverage"], result["masks"]
+    epoch, n = result["epoch"], masks["words_masked"]
+    checks = []
+
+    def check(name: str, found: str, wanted: str, holds: bool) -> None:
+        checks.append({"name": name, "found": found, "wanted": wanted, "holds": bool(holds)})
+
+    def near(name: str, found: float, wanted: float, within: float, n: int) -> None:
+        within += 3 * math.sqrt(wanted * (1 - wanted) / max(n, 1))
+        text = f"{percent(wanted)} ± {100 * within:.2f}"
+        check(name, percent(found), text, abs(found - wanted) <= within)
+
+    def none(name: str, found: int) -> None:
+        check(name, f"{found:,}", "0", found == 0)
+
+    if settings["objective"] != "none":
+        half = epoch["sequences"] // 2
+        found, pairs = epoch["random"], result["pairs"]
+        what = "Random pairs of the epoch" if settings["objective"] == "nsp" else "Swapped pairs"
+        check(what, f"{found:,} of {epoch['sequences']:,}", f"{half:,}", abs(found - half) <= 1)
+        if settings["objective"] == "nsp":
+            none("Random B's from A's own document", pairs["random_same_document"])
+            none("IsNext B's that do not come after A", pairs["next_elsewhere"])
+        limit = 0.51 + 1.5 / math.sqrt(max(pairs["tested"], 1))
+        for name, text in (("by_lengths", "lengths of A and B"), ("by_total", "total length")):
+            found = pairs[name]["balanced"]
+            check(
+                f"Labels told by the {text}", percent(found), f"≤ {percent(limit)}", found <= limit
+            )
+    check(
+        "Tokens in a pair of the epoch", percent(coverage["covered"]), "≥ 99.50 %",
+        coverage["covered"] >= 0.995,
+    )  # fmt: skip
+    none("Tokens in more than one", coverage["again"])
+    near("Masked tokens", masks["masked"], settings["masked_lm_prob"], 0.002, n)
+    if settings["masking"] == "whole_word":
+        none("Words masked in part", masks["partly_masked_words"])
+    if settings["max_predictions_per_seq"] is None:
+        for row in masks["by_pieces"]:
+            name = f"Masked words of {pieces_name(row['pieces'])}"
+            near(name, row["masked"], settings["masked_lm_prob"], 0.005, row["words"])
+    for (name, found), wanted in zip(masks["replaced"].items(), (0.8, 0.1, 0.1), strict=True):
+        text = {"mask": "[MASK]", "random": "a random piece", "kept": "the token itself"}[name]
+        near(f"In a masked place: {text}", found, wanted, 0.003, n)
+    none("Special pieces among the random ones", masks["special_pieces"])
+    none("Tokens changed but not predicted", masks["changed_unmasked"])
+    return checks
+
+
+# ------------------------------------------------------------------------------------- the page
+
+STYLE = """
+body {font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1080px; margin: 2rem auto;
+  padding: 0 1rem; background: #fff}
+h1 {font-size: 1.6rem; margin: 0} h2 {font-size: 1.2rem; margin: 2.2rem 0 .6rem;
+  border-bottom: 1px solid #d1d5db} p {max-width: 75ch; margin: .5rem 0}
+table {border-collapse: collapse; margin: .6rem 0} td, th {padding: .15rem .9rem .15rem 0;
+  text-align: left; vertical-align: top; border-bottom: 1px solid #eef0f3}
+th {font-weight: 600; color: #4b5563} .n {text-align: right; font-variant-numeric: tabular-nums}
+.good {color: #15803d} .bad {color: #b91c1c; font-weight: 700} .soft {color: #6b7280}
+.charts {display: flex; flex-wrap: wrap; gap: 1rem} figure {margin: .4rem 0}
+figcaption {font-weight: 600; font-size: .9rem} svg text {font: 11px system-ui, sans-serif;
+  fill: #4b5563}
+.pair {margin: .9rem 0; padding: .5rem .9rem; border: 1px solid #e5e7eb; border-radius: 6px}
+.pair p {max-width: none; line-height: 2.4; margin: 0} .pair b {margin-right: .5rem}
+.tag {font-size: .8rem; font-weight: 600; color: #6b7280}
+ruby {padding: 0 .25em; border-radius: 4px} rt {font-size: .68em; color: #374151}
+.mask {background: #bfdbfe} .random {background: #fed7aa} .kept {background: #bbf7d0}
+"""
+COLOURS = ("#2563eb", "#ea580c")
+CJK = "\u2e80", "\u9fff"
+
+
+def write_report(config: DataConfig) -> dict:
+    """Write `report.json` and `report.html` to `data_dir`; returns what they say."""
+    result = audit(config)
+    folder = Path(config.data_dir)
+    for name, text in (
+        ("report.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n"),
+        ("report.html", render_page(result)),
+    ):
+        temporary = folder / f"{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / name)
+    return result
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def pieces_name(pieces: int) -> str:
+    return {1: "1 piece", LONG: f"{LONG} pieces or more"}.get(pieces, f"{pieces} pieces")
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    """An HTML table; numbers, and strings that begin with a digit, are set right."""
+
+    def cell(value: object, tag: str = "td") -> str:
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        right = ' class="n"' if text[:1].isdigit() else ""
+        text = text if text.startswith("<span") else html.escape(text)
+        return f"<{tag}{right}>{text}</{tag}>"
+
+    lines = ["".join(cell(value) for value in row) for row in rows]
+    titles = "".join(cell(title, "th") for title in head)
+    return f"<table><tr>{titles}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def chart(
+    title: str,
+    unit: str,
+    edges: list[float],
+    series: dict[str, list[float]],
+    line: float | None = None,
+) -> str:
+    """An SVG of shares (0 to 1) over the bins between `edges`: the first series as an area, others
+    as lines, and a dashed one at height `line`."""
+    left, right, top, bottom, bins = 44, 330, 10, 150, len(edges) - 1
+    highest = 1.1 * max([line or 0, *(max(values) for values in series.values())]) or 1
+    step = 10 ** math.floor(math.log10(highest))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if highest / s < 6)
+
+    def x(i: int) -> str:
+        return f"{left + (right - left) * i / bins:.1f}"
+
+    def y(share: float) -> str:
+        return f"{bottom - (bottom - top) * share / highest:.1f}"
+
+    parts = []
+    for k in range(int(highest / step) + 1):
+        grid, at = f'x1="{left}" x2="{right}" stroke="#e5e7eb"', y(k * step)
+        parts.append(f'<line {grid} y1="{at}" y2="{at}"/>')
+        parts.append(
+            f'<text x="{left - 6}" y="{at}" dy="4" text-anchor="end">{100 * k * step:g}%</text>'
+        )
+    for i in range(0, bins + 1, max(1, round(bins / 8))):
+        label = f"{edges[i]:,.0f}" if edges[-1] > 1.5 else f"{100 * edges[i]:.0f}%"
+        parts.append(f'<text x="{x(i)}" y="{bottom + 15}" text-anchor="middle">{label}</text>')
+    for number, (name, values) in enumerate(series.items()):
+        steps = " ".join(f"V{y(v)} H{x(i + 1)}" for i, v in enumerate(values))
+        colour, fill = COLOURS[number], "none" if number else COLOURS[0]
+        parts.append(
+            f'<path d="M{x(0)} {y(0)} {steps} V{y(0)}" stroke="{colour}" stroke-width="1.5" '
+            f'fill="{fill}" fill-opacity=".18"/>'
+        )
+        if len(series) > 1:
+            place = f'x="{right}" y="{top + 14 * number + 6}" text-anchor="end"'
+            parts.append(f'<text {place} style="fill:{colour}">{html.escape(name)}</text>')
+    if line is not None:
+        dashes = 'stroke="#374151" stroke-dasharray="5 4"'
+        parts.append(f'<line x1="{left}" x2="{right}" y1="{y(line)}" y2="{y(line)}" {dashes}/>')
+    middle = (left + right) / 2
+    parts.append(
+        f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">{html.escape(unit)}</text>'
+    )
+    size = 'width="340" height="190" viewBox="0 0 340 190" role="img"'
+    return f"<figure><figcaption>{title}</figcaption><svg {size}>{''.join(parts)}</svg></figure>"
+
+
+def shares(counts: list[int]) -> list[float]:
+    return [count / max(sum(counts), 1) for count in counts]
+
+
+def histogram_chart(title: str, unit: str, *histograms: dict) -> str:
+    series = dict(zip(LABELS, (shares(h["counts"]) for h in histograms), strict=False))
+    return chart(title, unit, histograms[0]["edges"], series)
+
+
+def render_page(result: dict) -> str:
+    """The report as one HTML page that loads nothing."""
+    bad = sum(not check["holds"] for check in result["checks"])
+    verdict = f"{bad} of {len(result['checks'])} checks do not hold" if bad else "All checks hold"
+    settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
+    marks = {True: '<span class="good">✓ holds</span>', False: '<span class="bad">✗ fails</span>'}
+    rows = [[marks[c["holds"]], c["name"], c["found"], c["wanted"]] for c in result["checks"]]
+    parts = [
+        f"<h1>What is in {html.escape(result['data_dir'])}</h1>",
+        f'<p class="soft">{html.escape(settings)}</p>',
+        f'<p class="{"bad" if bad else "good"}">{verdict}.</p>',
+        table(["", "What", "Found", "Wanted"], rows),
+        render_corpus(result),
+        render_pairs(result),
+        render_masks(result),
+        render_examples(result),
+    ]
+    head = f'<meta charset="utf-8"><title>Data report</title><style>{STYLE}</style>'
+    return (
+        f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+    )
+
+
+def render_corpus(result: dict) -> str:
+    corpus, vocabulary, store = result["corpus"], result["vocabulary"], result["store"]
+    rows = []
+    for split in ("train", "held_out"):
+        counts = [store[split][name] for name in ("documents", "sentences", "tokens")]
+        per = [f"{b / max(a, 1):,.1f}" for a, b in zip(counts, counts[1:], strict=False)]
+        rows.append([split.replace("_", " "), *counts, *per])
+    head = ["", "Documents", "Sentences", "Tokens", "Sentences a document", "Tokens a sentence"]
+    longest = [
+        [d["document"], d["tokens"], d["sentences"], percent(d["share"]), d["begins"] + " …"]
+        for d in corpus["longest_documents"]
+    ]
+    entropy = vocabulary["unigram_entropy"]
+    facts = [
+        ["Pieces of the vocabulary", vocabulary["pieces"]],
+        ["Tokens counted", vocabulary["tokens_counted"]],
+        ["Tokens a word", f"{vocabulary['tokens_per_word']:.3f}"],
+        ["[UNK]", f"{100 * vocabulary['unknown']:.3f} %"],
+        ["Single letters", percent(vocabulary["single_letters"])],
+        ["Pieces that never occur", percent(vocabulary["never_used"])],
+        ["Unigram entropy", f"{entropy:.3f} nats (perplexity {math.exp(entropy):,.0f})"],
+    ]
+    return (
+        "<h2>Corpus</h2>" + table(head, rows) + '<div class="charts">'
+        + histogram_chart("Documents", "tokens of a document", corpus["document_tokens"])
+        + histogram_chart("Documents", "sentences of a document", corpus["document_sentences"])
+        + histogram_chart("Sentences", "tokens of a sentence", corpus["sentence_tokens"])
+        + "</div><h2>Longest documents</h2>"
+        + table(["Document", "Tokens", "Sentences", "Share", "Begins"], longest)
+        + "<h2>Vocabulary on this text</h2>" + table(["", ""], facts)
+        + "<p>Unigram entropy is the masked-token loss of a model that ignores the context: a run "
+        "that stays there has learned nothing else.</p>"
+    )  # fmt: skip
+
+
+def render_pairs(result: dict) -> str:
+    epoch, coverage = result["epoch"], result["coverage"]
+    facts = [
+        ["Sequences of an epoch", epoch["sequences"]],
+        ["Tokens a sequence, special ones apart", f"{epoch['tokens_per_sequence']:.1f}"],
+        ["Tokens cut off in the middle of a sentence", coverage["cut"]],
+        ["Tokens of whole sentences left out (texts of one word)", coverage["left_out"]],
+        ["Segments that start or end inside a word", epoch["edges_inside_words"]],
+    ]
+    text = "<h2>Pairs</h2>" + table(["", ""], facts)
+    if "pairs" not in result:
+        chart = histogram_chart("Sequences", "tokens of a sequence", epoch["lengths"])
+        return text + f'<div class="charts">{chart}</div>'
+    pairs, overlap = result["pairs"], result["overlap"]
+    rows = [
+        [what, percent(figures["accuracy"]), percent(figures["balanced"])]
+        for what, figures in (
+            ("always the majority", {"accuracy": pairs["majority"], "balanced": 0.5}),
+            ("the lengths of A and B", pairs["by_lengths"]),
+            ("the total length", pairs["by_total"]),
+            ("the share of A's words that B has too", overlap),
+        )
+    ]
+    charts = [
+        histogram_chart(what, f"tokens of {of}", *pairs["lengths"][name])
+        for name, what, of in (
+            ("a", "A, by label", "A"),
+            ("b", "B, by label", "B"),
+            ("total", "Both, by label", "A and B"),
+        )
+    ]
+    charts.append(histogram_chart("Words of A in B", "share of A's words", *overlap["histograms"]))
+    return (
+        text
+        + f"<p>Measured on {pairs['pairs']:,} pairs. What tells the labels apart, fitted on one "
+        "half of the documents, tested on the other; with both labels at equal weight, 50 % is "
+        "chance. Lengths must tell nothing. Shared words may: they are the meaning in its "
+        "simplest form, and what a trained model has to beat.</p>"
+        + table(["Label guessed from", "Accuracy", "Labels at equal weight"], rows)
+        + f'<div class="charts">{"".join(charts)}</div>'
+    )
+
+
+def render_masks(result: dict) -> str:
+    masks, prob = result["masks"], result["settings"]["masked_lm_prob"]
+    rates = masks["by_pieces"]
+    rows = [[pieces_name(r["pieces"]), r["words"], percent(r["masked"])] for r in rates]
+    edges = [r["pieces"] for r in rates] + [rates[-1]["pieces"] + 1]
+    by_pieces = {"": [r["masked"] for r in rates]}
+    return (
+        "<h2>Masks</h2>"
+        + f"<p>Measured on {masks['sequences']:,} sequences ({masks['tokens']:,} tokens); "
+        f"{masks['without_masks']:,} of them have no mask.</p>"
+        + '<div class="charts">'
+        + chart("Words masked, by length", "pieces of the word", edges, by_pieces, prob)
+        + histogram_chart("Sequences", "share of tokens masked", masks["per_sequence"])
+        + "</div>"
+        + table(["Words of", "Number", "Masked"], rows)
+    )
+
+
+def render_examples(result: dict) -> str:
+    """Pairs as the model sees them, each masked word in its colour under what was there."""
+    legend = ", ".join(
+        f'<span class="{kind}">&nbsp;{text}&nbsp;</span>'
+        for kind, text in (
+            ("mask", "[MASK]"),
+            ("random", "a random piece in its place"),
+            ("kept", "kept as it was"),
+        )
+    )
+    names = LABELS if result["settings"]["objective"] == "nsp" else ("in order", "swapped")
+    parts = [f"<h2>Pairs as the model sees them</h2><p>To be predicted: {legend}.</p>"]
+    for number, example in enumerate(result["examples"], 1):
+        tag = f"{number} · {names[example['label']]}" if "pairs" in result else str(number)
+        lines = [
+            f"<p><b>{name}</b>{render_words(words)}</p>"
+            for name, words in zip("AB", example["segments"], strict=True)
+            if words
+        ]
+        parts.append(f'<div class="pair"><span class="tag">{tag}</span>{"".join(lines)}</div>')
+    return "".join(parts)
+
+
+def render_words(words: list[tuple[str, str, str]]) -> str:
+    """Words with spaces between, but for Chinese ones and continuations."""
+    parts, before = [], ""
+    for text, shown, kind in words:
+        chinese = before and CJK[0] <= before[-1] <= CJK[1] and CJK[0] <= text[0] <= CJK[1]
+        if parts and not chinese and not text.startswith("##"):
+            parts.append(" ")
+        before, text = text, html.escape(text.removeprefix("##"))
+        if kind:
+            text = f'<ruby class="{kind}">{html.escape(shown)}<rt>{text}</rt></ruby>'
+        parts.append(text)
+    return "".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_pipeline.report", description=__doc__)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    config = load_config(
+        DataConfig, args.config, args.overrides, others=("model", "train", "tracking")
+    )
+    result = write_report(config)
+    for check in result["checks"]:
+        mark = "holds" if check["holds"] else "FAILS"
+        print(f"{mark}  {check['name']}: {check['found']} (wanted {check['wanted']})")
+    print(f"report: {Path(config.data_dir) / 'report.html'}")
+
+
+if __name__ == "__main__":
+    run_command(main)
