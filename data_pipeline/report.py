@@ -10,7 +10,8 @@ import argparse
 import html
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,13 @@ from data_pipeline.pairs import PAIR
 from data_pipeline.processes import progress_bar
 from data_pipeline.token_store import TokenStore, Vocabulary, read_manifest, read_vocabulary
 
-PAIRS, SEQUENCES = 200_000, 20_000  # at most, for what is measured on pairs and on masks
-MASK_TOKENS, COUNT_TOKENS = 1 << 22, 1 << 27  # at most, of those sequences and for word counts
+PAIRS, SEQUENCES = 200_000, 50_000  # at most, for what is measured on pairs and on masks
+MASK_TOKENS, COUNT_TOKENS = 1 << 23, 1 << 27  # at most, of those sequences and for word counts
 BLOCK = 4096  # pairs that are looked at together
 LONG = 6  # pieces: words of as many or more are counted together
 EXAMPLES = 12
 LABELS = ("IsNext", "random")
+CHINESE = "[\u2e80-\u9fff\uff00-\uff65]"  # characters and marks that are written without spaces
 
 
 # ------------------------------------------------------------------------------------- audits
@@ -182,7 +184,7 @@ def audit_overlap(
         for first in range(0, len(pairs), BLOCK):
             part = pairs[first : first + BLOCK]
             (a, of_a), (b, of_b) = (pair_words(store, part, name) for name in "ab")
-            found = np.isin(mix_in(a, of_a), mix_in(b, of_b))
+            found = np.isin(draws(a, of_a), draws(b, of_b))  # the same word in the same pair
             words = np.bincount(of_a, minlength=len(part))
             shared[first : first + BLOCK] = np.bincount(of_a, found, len(part)) / words
             bar.update(len(part))
@@ -195,19 +197,15 @@ def audit_overlap(
 
 
 def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(a hash of each word of segment `name` of the pairs uint64, the pair that it is in int64)."""
+    """(a hash of each word of segment `name` of the pairs uint64, the number of its pair int64)."""
     starts, ends = pairs[f"{name}_start"], pairs[f"{name}_end"]
-    tokens = store.take(ranges(starts, ends))
-    begins = ~store.vocabulary.continues[tokens]
+    places = ranges(starts, ends)
+    tokens, begins = store.take(places), store.starts_word(places)
     begins[(np.cumsum(ends - starts) - (ends - starts))[ends > starts]] = True
     word = np.flatnonzero(begins)
     place = np.arange(len(tokens)) - word[np.cumsum(begins) - 1]
     words = np.add.reduceat(draws(draws(key(1), place), tokens), word)
     return words, np.repeat(np.arange(len(pairs)), ends - starts)[word]
-
-
-def mix_in(words: np.ndarray, pair: np.ndarray) -> np.ndarray:
-    return draws(words, pair)
 
 
 def audit_coverage(pairs: np.ndarray, sentence_offsets: np.ndarray) -> dict:
@@ -269,7 +267,7 @@ def audit_masks(
         "tokens": len(original),
         "words_masked": int((hidden > 0).sum()),
         "masked": float(masked.mean()),
-        "per_sequence": histogram(per_sequence, bins=40, top=max(0.3, per_sequence.max())),
+        "per_sequence": histogram(np.minimum(per_sequence, 0.4), bins=40, top=0.4),
         "without_masks": int((per_sequence == 0).sum()),
         "partly_masked_words": int(((hidden > 0) & (hidden < pieces)).sum()),
         "by_pieces": [
@@ -303,7 +301,7 @@ def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 def histogram(values: np.ndarray, *, log: bool = False, bins: int = 32, top: float = 0) -> dict:
     """Counts of values between edges: of equal width up to `top`, or two an octave."""
-    top = max(top, values.max(initial=1))
+    top = top or values.max(initial=2)
     if log:
         edges = np.unique(np.rint(2 ** (np.arange(2 * math.log2(top) + 2) / 2)))
     elif top <= 1:
@@ -344,8 +342,9 @@ def read_sequences(
 
 
 def decode(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
-    """Tokens as text: continuations joined to what they continue."""
-    return " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
+    """Tokens as text: continuations joined to what they continue, Chinese without spaces."""
+    text = " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
+    return re.sub(f"(?<={CHINESE}) (?={CHINESE})", "", text)
 
 
 # ------------------------------------------------------------------------------------- the report
@@ -358,37 +357,47 @@ def audit(config: DataConfig) -> dict:
     store = TokenStore(folder / "store", "train", vocabulary)
     data = config.data
     source = BatchSource(store, data, config.seed)
-    epoch = source.pairs(0)
-    pairs, streams = source.examples(0, min(PAIRS, len(epoch)))
-    document_starts = store.sentence_offsets[store.document_offsets]
-
-    def document_of(positions: np.ndarray) -> np.ndarray:
-        return np.searchsorted(document_starts, positions, side="right") - 1
-
+    pairs, streams = source.examples(0, min(PAIRS, source.epoch_size(0)))
+    n = min(SEQUENCES, MASK_TOKENS // data.max_seq_length)
+    *sequences, _ = read_sequences(store, data, pairs[:n], streams[:n])
     result = {
         "data_dir": str(config.data_dir),
-        "settings": {name: getattr(data, name) for name in vars(data)} | {"seed": config.seed},
+        "settings": vars(data) | {"seed": config.seed},
         "store": read_manifest(folder / "store"),
         "corpus": audit_corpus(store),
         "vocabulary": audit_vocabulary(store),
-        "coverage": audit_coverage(epoch, store.sentence_offsets),
+        **audit_rule(store, source.pairs(0), sequences, data),
+        "examples": choose_examples(store, data, pairs, streams),
     }
+    return result | {"checks": check_results(result)}
+
+
+def audit_rule(
+    store: TokenStore, epoch: np.ndarray, sequences: Sequence[np.ndarray], data: PairsConfig
+) -> dict:
+    """What holds for the pairs of an epoch, in random order, and for sequences as `audit_masks`
+    wants them; both by any rule."""
+    starts = store.sentence_offsets[store.document_offsets]
+    pairs = epoch[:PAIRS]
+
+    def document_of(positions: np.ndarray) -> np.ndarray:
+        return np.searchsorted(starts, positions, side="right") - 1
+
     lengths = epoch["a_end"] - epoch["a_start"] + epoch["b_end"] - epoch["b_start"]
-    result["epoch"] = {
-        "sequences": len(epoch),
-        "random": int(epoch["label"].sum()),
-        "tokens_per_sequence": float(lengths.mean()),
-        "edges_inside_words": audit_boundaries(store, epoch),
-        "lengths": histogram(lengths),
+    result = {
+        "epoch": {
+            "sequences": len(epoch),
+            "random": int(epoch["label"].sum()),
+            "tokens_per_sequence": float(lengths.mean()),
+            "edges_inside_words": audit_boundaries(store, epoch),
+            "lengths": histogram(lengths),
+        },
+        "coverage": audit_coverage(epoch, store.sentence_offsets),
+        "masks": audit_masks(*sequences, store.vocabulary),
     }
     if data.objective != "none":
         result["pairs"] = audit_pairs(pairs, document_of)
         result["overlap"] = audit_overlap(store, pairs, document_of)
-    n = min(SEQUENCES, MASK_TOKENS // data.max_seq_length)
-    sequences = read_sequences(store, data, pairs[:n], streams[:n])
-    result["masks"] = audit_masks(*sequences[:5], vocabulary)
-    result["examples"] = choose_examples(store, data, pairs, streams)
-    result["checks"] = check_results(result)
     return result
 
 
@@ -478,19 +487,20 @@ h1 {font-size: 1.6rem; margin: 0} h2 {font-size: 1.2rem; margin: 2.2rem 0 .6rem;
   border-bottom: 1px solid #d1d5db} p {max-width: 75ch; margin: .5rem 0}
 table {border-collapse: collapse; margin: .6rem 0} td, th {padding: .15rem .9rem .15rem 0;
   text-align: left; vertical-align: top; border-bottom: 1px solid #eef0f3}
-th {font-weight: 600; color: #4b5563} .n {text-align: right; font-variant-numeric: tabular-nums}
+th {font-weight: 600; color: #4b5563} .n {text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums}
 .good {color: #15803d} .bad {color: #b91c1c; font-weight: 700} .soft {color: #6b7280}
 .charts {display: flex; flex-wrap: wrap; gap: 1rem} figure {margin: .4rem 0}
 figcaption {font-weight: 600; font-size: .9rem} svg text {font: 11px system-ui, sans-serif;
   fill: #4b5563}
 .pair {margin: .9rem 0; padding: .5rem .9rem; border: 1px solid #e5e7eb; border-radius: 6px}
-.pair p {max-width: none; line-height: 2.4; margin: 0} .pair b {margin-right: .5rem}
+.pair p {max-width: none; line-height: 2.5; margin: 0} .pair b {margin-right: .5rem}
 .tag {font-size: .8rem; font-weight: 600; color: #6b7280}
-ruby {padding: 0 .25em; border-radius: 4px} rt {font-size: .68em; color: #374151}
+ruby {padding: 0 .25em; border-radius: 4px}
+rt {font-size: .7em; color: #374151; padding-bottom: 3px}
 .mask {background: #bfdbfe} .random {background: #fed7aa} .kept {background: #bbf7d0}
 """
 COLOURS = ("#2563eb", "#ea580c")
-CJK = "\u2e80", "\u9fff"
 
 
 def write_report(config: DataConfig) -> dict:
@@ -516,77 +526,77 @@ def pieces_name(pieces: int) -> str:
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """An HTML table; numbers, and strings that begin with a digit, are set right."""
+    """An HTML table; columns of figures after the first are set right."""
+    texts = [[f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in rows]
+    figures = [
+        all(re.match(r"[\d≤≥]", text) for text in column) for column in zip(*texts, strict=True)
+    ]
 
-    def cell(value: object, tag: str = "td") -> str:
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-        right = ' class="n"' if text[:1].isdigit() else ""
-        text = text if text.startswith("<span") else html.escape(text)
-        return f"<{tag}{right}>{text}</{tag}>"
+    def line(row: list[str], tag: str) -> str:
+        cells = []
+        for i, text in enumerate(row):
+            right = ' class="n"' if i and figures[i] else ""
+            text = text if text.startswith("<span") else html.escape(text)
+            cells.append(f"<{tag}{right}>{text}</{tag}>")
+        return f"<tr>{''.join(cells)}</tr>"
 
-    lines = ["".join(cell(value) for value in row) for row in rows]
-    titles = "".join(cell(title, "th") for title in head)
-    return f"<table><tr>{titles}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in texts)}</table>"
 
 
 def chart(
     title: str,
     unit: str,
-    edges: list[float],
+    ticks: list[tuple[float, str]],
     series: dict[str, list[float]],
     line: float | None = None,
 ) -> str:
-    """An SVG of shares (0 to 1) over the bins between `edges`: the first series as an area, others
-    as lines, and a dashed one at height `line`."""
-    left, right, top, bottom, bins = 44, 330, 10, 150, len(edges) - 1
+    """An SVG of shares (0 to 1) in bins: the first series as an area, others as lines, and a dashed
+    one at height `line`; `ticks` are (place in bins, text)."""
+    left, right, top, bottom = 40, 318, 10, 150
+    bins = max(len(values) for values in series.values())
     highest = 1.1 * max([line or 0, *(max(values) for values in series.values())]) or 1
     step = 10 ** math.floor(math.log10(highest))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if highest / s < 6)
 
-    def x(i: int) -> str:
-        return f"{left + (right - left) * i / bins:.1f}"
+    def x(place: float) -> str:
+        return f"{left + (right - left) * place / bins:.1f}"
 
     def y(share: float) -> str:
         return f"{bottom - (bottom - top) * share / highest:.1f}"
 
+    def text(place: str, words: str, anchor: str = "middle") -> str:
+        return f'<text {place} text-anchor="{anchor}">{html.escape(words)}</text>'
+
     parts = []
     for k in range(int(highest / step) + 1):
-        grid, at = f'x1="{left}" x2="{right}" stroke="#e5e7eb"', y(k * step)
-        parts.append(f'<line {grid} y1="{at}" y2="{at}"/>')
-        parts.append(
-            f'<text x="{left - 6}" y="{at}" dy="4" text-anchor="end">{100 * k * step:g}%</text>'
-        )
-    for i in range(0, bins + 1, max(1, round(bins / 8))):
-        label = f"{edges[i]:,.0f}" if edges[-1] > 1.5 else f"{100 * edges[i]:.0f}%"
-        parts.append(f'<text x="{x(i)}" y="{bottom + 15}" text-anchor="middle">{label}</text>')
-    for number, (name, values) in enumerate(series.items()):
+        at = y(k * step)
+        parts.append(f'<line x1="{left}" x2="{right}" y1="{at}" y2="{at}" stroke="#e5e7eb"/>')
+        parts.append(text(f'x="{left - 5}" y="{at}" dy="4"', f"{100 * k * step:g}%", "end"))
+    parts += [text(f'x="{x(place)}" y="{bottom + 15}"', words) for place, words in ticks]
+    for number, values in enumerate(series.values()):
         steps = " ".join(f"V{y(v)} H{x(i + 1)}" for i, v in enumerate(values))
         colour, fill = COLOURS[number], "none" if number else COLOURS[0]
-        parts.append(
-            f'<path d="M{x(0)} {y(0)} {steps} V{y(0)}" stroke="{colour}" stroke-width="1.5" '
-            f'fill="{fill}" fill-opacity=".18"/>'
-        )
-        if len(series) > 1:
-            place = f'x="{right}" y="{top + 14 * number + 6}" text-anchor="end"'
-            parts.append(f'<text {place} style="fill:{colour}">{html.escape(name)}</text>')
+        path = f'd="M{x(0)} {y(0)} {steps} V{y(0)}" fill="{fill}" fill-opacity=".18"'
+        parts.append(f'<path {path} stroke="{colour}" stroke-width="1.5"/>')
     if line is not None:
-        dashes = 'stroke="#374151" stroke-dasharray="5 4"'
-        parts.append(f'<line x1="{left}" x2="{right}" y1="{y(line)}" y2="{y(line)}" {dashes}/>')
-    middle = (left + right) / 2
-    parts.append(
-        f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">{html.escape(unit)}</text>'
-    )
+        ends = f'x1="{left}" x2="{right}" y1="{y(line)}" y2="{y(line)}"'
+        parts.append(f'<line {ends} stroke="#374151" stroke-dasharray="5 4"/>')
+    parts.append(text(f'x="{(left + right) / 2}" y="{bottom + 33}"', unit))
+    names = [f'<span style="color: {c}">{n}</span>' for n, c in zip(series, COLOURS, strict=False)]
+    title = f"{html.escape(title)}: {', '.join(names)}" if len(series) > 1 else html.escape(title)
     size = 'width="340" height="190" viewBox="0 0 340 190" role="img"'
     return f"<figure><figcaption>{title}</figcaption><svg {size}>{''.join(parts)}</svg></figure>"
 
 
-def shares(counts: list[int]) -> list[float]:
-    return [count / max(sum(counts), 1) for count in counts]
-
-
 def histogram_chart(title: str, unit: str, *histograms: dict) -> str:
-    series = dict(zip(LABELS, (shares(h["counts"]) for h in histograms), strict=False))
-    return chart(title, unit, histograms[0]["edges"], series)
+    """A chart of one histogram, or of one for each label."""
+    edges = histograms[0]["edges"]
+    ticks = []
+    for i in range(0, len(edges), max(1, round((len(edges) - 1) / (4 if edges[-1] <= 1 else 6)))):
+        shown = f"{edges[i] / 1000:.3g}k" if edges[i] >= 10_000 else f"{edges[i]:,.0f}"
+        ticks.append((i, f"{100 * edges[i]:.0f}%" if edges[-1] <= 1 else shown))
+    shares = [[n / max(sum(h["counts"]), 1) for n in h["counts"]] for h in histograms]
+    return chart(title, unit, ticks, dict(zip(LABELS, shares, strict=False)))
 
 
 def render_page(result: dict) -> str:
@@ -616,9 +626,11 @@ def render_corpus(result: dict) -> str:
     corpus, vocabulary, store = result["corpus"], result["vocabulary"], result["store"]
     rows = []
     for split in ("train", "held_out"):
-        counts = [store[split][name] for name in ("documents", "sentences", "tokens")]
-        per = [f"{b / max(a, 1):,.1f}" for a, b in zip(counts, counts[1:], strict=False)]
-        rows.append([split.replace("_", " "), *counts, *per])
+        name, shards = split.replace("_", " "), store[split]["shards"]
+        rows.append([name, *sizes([store[split]])])
+        for source in dict.fromkeys(shard["source"] for shard in shards if "source" in shard):
+            own = [shard for shard in shards if shard.get("source") == source]
+            rows.append([f"{name}, {source}", *sizes(own)])
     head = ["", "Documents", "Sentences", "Tokens", "Sentences a document", "Tokens a sentence"]
     longest = [
         [d["document"], d["tokens"], d["sentences"], percent(d["share"]), d["begins"] + " …"]
@@ -630,7 +642,7 @@ def render_corpus(result: dict) -> str:
         ["Tokens counted", vocabulary["tokens_counted"]],
         ["Tokens a word", f"{vocabulary['tokens_per_word']:.3f}"],
         ["[UNK]", f"{100 * vocabulary['unknown']:.3f} %"],
-        ["Single letters", percent(vocabulary["single_letters"])],
+        ["Pieces of one letter or Chinese character", percent(vocabulary["single_letters"])],
         ["Pieces that never occur", percent(vocabulary["never_used"])],
         ["Unigram entropy", f"{entropy:.3f} nats (perplexity {math.exp(entropy):,.0f})"],
     ]
@@ -645,6 +657,12 @@ def render_corpus(result: dict) -> str:
         + "<p>Unigram entropy is the masked-token loss of a model that ignores the context: a run "
         "that stays there has learned nothing else.</p>"
     )  # fmt: skip
+
+
+def sizes(parts: list[dict]) -> list:
+    """Documents, sentences and tokens of parts of a store, and how many each in the one before."""
+    counts = [sum(p[name] for p in parts) for name in ("documents", "sentences", "tokens")]
+    return counts + [f"{b / max(a, 1):,.1f}" for a, b in zip(counts, counts[1:], strict=False)]
 
 
 def render_pairs(result: dict) -> str:
@@ -673,9 +691,9 @@ def render_pairs(result: dict) -> str:
     charts = [
         histogram_chart(what, f"tokens of {of}", *pairs["lengths"][name])
         for name, what, of in (
-            ("a", "A, by label", "A"),
-            ("b", "B, by label", "B"),
-            ("total", "Both, by label", "A and B"),
+            ("a", "A", "A"),
+            ("b", "B", "B"),
+            ("total", "A and B", "A and B"),
         )
     ]
     charts.append(histogram_chart("Words of A in B", "share of A's words", *overlap["histograms"]))
@@ -694,15 +712,19 @@ def render_masks(result: dict) -> str:
     masks, prob = result["masks"], result["settings"]["masked_lm_prob"]
     rates = masks["by_pieces"]
     rows = [[pieces_name(r["pieces"]), r["words"], percent(r["masked"])] for r in rates]
-    edges = [r["pieces"] for r in rates] + [rates[-1]["pieces"] + 1]
+    ticks = [(i + 0.5, f"{r['pieces']}{'+' * (r['pieces'] == LONG)}") for i, r in enumerate(rates)]
     by_pieces = {"": [r["masked"] for r in rates]}
     return (
         "<h2>Masks</h2>"
         + f"<p>Measured on {masks['sequences']:,} sequences ({masks['tokens']:,} tokens); "
         f"{masks['without_masks']:,} of them have no mask.</p>"
         + '<div class="charts">'
-        + chart("Words masked, by length", "pieces of the word", edges, by_pieces, prob)
-        + histogram_chart("Sequences", "share of tokens masked", masks["per_sequence"])
+        + chart("Words masked, by length", "pieces of the word", ticks, by_pieces, prob)
+        + histogram_chart(
+            "Share masked of each sequence",
+            "of its tokens (40% or more in the last bar)",
+            masks["per_sequence"],
+        )
         + "</div>"
         + table(["Words of", "Number", "Masked"], rows)
     )
@@ -735,7 +757,7 @@ def render_words(words: list[tuple[str, str, str]]) -> str:
     """Words with spaces between, but for Chinese ones and continuations."""
     parts, before = [], ""
     for text, shown, kind in words:
-        chinese = before and CJK[0] <= before[-1] <= CJK[1] and CJK[0] <= text[0] <= CJK[1]
+        chinese = re.fullmatch(CHINESE * 2, before[-1:] + text[0])
         if parts and not chinese and not text.startswith("##"):
             parts.append(" ")
         before, text = text, html.escape(text.removeprefix("##"))
