@@ -29,7 +29,7 @@ MASK_TOKENS, COUNT_TOKENS = 1 << 23, 1 << 27  # at most, of those sequences and 
 BLOCK = 4096  # pairs that are looked at together
 LONG = 6  # pieces: words of as many or more are counted together
 EXAMPLES = 12
-LABELS = ("IsNext", "random")
+LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
 CHINESE = "[\u2e80-\u9fff\uff00-\uff65]"  # characters and marks that are written without spaces
 
 
@@ -55,7 +55,9 @@ def audit_corpus(store: TokenStore) -> dict:
                 "tokens": int(sizes[i]),
                 "sentences": int(store.document_offsets[i + 1] - store.document_offsets[i]),
                 "share": int(sizes[i]) / len(store),
-                "begins": decode(store.vocabulary, store.take(starts[i] + np.arange(24))),
+                "begins": decode(
+                    store.vocabulary, store.take(starts[i] + np.arange(min(sizes[i], 24)))
+                ),
             }
             for i in longest
         ],
@@ -126,8 +128,10 @@ def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarra
 
 
 def half_of(document: np.ndarray) -> np.ndarray:
-    """Whether each document is of the half that classifiers are fitted on: bool."""
-    return draws(key(0), document) % np.uint64(2) == 0
+    """Whether each is of the half that classifiers are fitted on: of every second document, or, in
+    a single one, every second."""
+    names, number = np.unique(document, return_inverse=True)
+    return (number if len(names) > 1 else np.arange(len(document))) % 2 == 0
 
 
 def table_accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> dict:
@@ -268,6 +272,7 @@ def audit_masks(
         "words_masked": int((hidden > 0).sum()),
         "masked": float(masked.mean()),
         "per_sequence": histogram(np.minimum(per_sequence, 0.4), bins=40, top=0.4),
+        "most_in_a_sequence": int(np.bincount(sequence, masked).max()),
         "without_masks": int((per_sequence == 0).sum()),
         "partly_masked_words": int(((hidden > 0) & (hidden < pieces)).sum()),
         "by_pieces": [
@@ -355,15 +360,20 @@ def audit(config: DataConfig) -> dict:
     folder = Path(config.data_dir)
     vocabulary = read_vocabulary(folder / "vocab")
     store = TokenStore(folder / "store", "train", vocabulary)
-    data = config.data
-    source = BatchSource(store, data, config.seed)
+    manifest = read_manifest(folder / "store")
+    result = {"data_dir": str(config.data_dir), "store": manifest}
+    return result | audit_store(store, config.data, config.seed)
+
+
+def audit_store(store: TokenStore, data: PairsConfig, seed: int) -> dict:
+    """The store, and the first epoch that a run with these settings draws from it."""
+    print(f"drawing the pairs of an epoch from {len(store):,} tokens")
+    source = BatchSource(store, data, seed)
     pairs, streams = source.examples(0, min(PAIRS, source.epoch_size(0)))
     n = min(SEQUENCES, MASK_TOKENS // data.max_seq_length)
     *sequences, _ = read_sequences(store, data, pairs[:n], streams[:n])
     result = {
-        "data_dir": str(config.data_dir),
-        "settings": vars(data) | {"seed": config.seed},
-        "store": read_manifest(folder / "store"),
+        "settings": vars(data) | {"seed": seed},
         "corpus": audit_corpus(store),
         "vocabulary": audit_vocabulary(store),
         **audit_rule(store, source.pairs(0), sequences, data),
@@ -389,7 +399,7 @@ def audit_rule(
             "sequences": len(epoch),
             "random": int(epoch["label"].sum()),
             "tokens_per_sequence": float(lengths.mean()),
-            "edges_inside_words": audit_boundaries(store, epoch),
+            "edges_inside_words": audit_boundaries(store, pairs),
             "lengths": histogram(lengths),
         },
         "coverage": audit_coverage(epoch, store.sentence_offsets),
@@ -463,10 +473,15 @@ def check_results(result: dict) -> list[dict]:
         coverage["covered"] >= 0.995,
     )  # fmt: skip
     none("Tokens in more than one", coverage["again"])
-    near("Masked tokens", masks["masked"], settings["masked_lm_prob"], 0.002, n)
+    bound = settings["max_predictions_per_seq"]
+    if bound is None:
+        near("Masked tokens", masks["masked"], settings["masked_lm_prob"], 0.002, n)
+    else:
+        found = masks["most_in_a_sequence"]
+        check("Most masked tokens of a sequence", f"{found:,}", f"≤ {bound:,}", found <= bound)
     if settings["masking"] == "whole_word":
         none("Words masked in part", masks["partly_masked_words"])
-    if settings["max_predictions_per_seq"] is None:
+    if bound is None:
         for row in masks["by_pieces"]:
             name = f"Masked words of {pieces_name(row['pieces'])}"
             near(name, row["masked"], settings["masked_lm_prob"], 0.005, row["words"])
@@ -588,15 +603,15 @@ def chart(
     return f"<figure><figcaption>{title}</figcaption><svg {size}>{''.join(parts)}</svg></figure>"
 
 
-def histogram_chart(title: str, unit: str, *histograms: dict) -> str:
-    """A chart of one histogram, or of one for each label."""
+def histogram_chart(title: str, unit: str, *histograms: dict, names: Sequence[str] = ("",)) -> str:
+    """A chart of one histogram, or of one for each of `names`."""
     edges = histograms[0]["edges"]
     ticks = []
     for i in range(0, len(edges), max(1, round((len(edges) - 1) / (4 if edges[-1] <= 1 else 6)))):
         shown = f"{edges[i] / 1000:.3g}k" if edges[i] >= 10_000 else f"{edges[i]:,.0f}"
         ticks.append((i, f"{100 * edges[i]:.0f}%" if edges[-1] <= 1 else shown))
     shares = [[n / max(sum(h["counts"]), 1) for n in h["counts"]] for h in histograms]
-    return chart(title, unit, ticks, dict(zip(LABELS, shares, strict=False)))
+    return chart(title, unit, ticks, dict(zip(names, shares, strict=True)))
 
 
 def render_page(result: dict) -> str:
@@ -678,7 +693,11 @@ def render_pairs(result: dict) -> str:
     if "pairs" not in result:
         chart = histogram_chart("Sequences", "tokens of a sequence", epoch["lengths"])
         return text + f'<div class="charts">{chart}</div>'
-    pairs, overlap = result["pairs"], result["overlap"]
+    pairs, overlap, names = (
+        result["pairs"],
+        result["overlap"],
+        LABELS[result["settings"]["objective"]],
+    )
     rows = [
         [what, percent(figures["accuracy"]), percent(figures["balanced"])]
         for what, figures in (
@@ -689,14 +708,15 @@ def render_pairs(result: dict) -> str:
         )
     ]
     charts = [
-        histogram_chart(what, f"tokens of {of}", *pairs["lengths"][name])
+        histogram_chart(what, f"tokens of {of}", *pairs["lengths"][name], names=names)
         for name, what, of in (
             ("a", "A", "A"),
             ("b", "B", "B"),
             ("total", "A and B", "A and B"),
         )
     ]
-    charts.append(histogram_chart("Words of A in B", "share of A's words", *overlap["histograms"]))
+    shared = overlap["histograms"]
+    charts.append(histogram_chart("Words of A in B", "share of A's words", *shared, names=names))
     return (
         text
         + f"<p>Measured on {pairs['pairs']:,} pairs. What tells the labels apart, fitted on one "
@@ -740,7 +760,7 @@ def render_examples(result: dict) -> str:
             ("kept", "kept as it was"),
         )
     )
-    names = LABELS if result["settings"]["objective"] == "nsp" else ("in order", "swapped")
+    names = LABELS[result["settings"]["objective"]]
     parts = [f"<h2>Pairs as the model sees them</h2><p>To be predicted: {legend}.</p>"]
     for number, example in enumerate(result["examples"], 1):
         tag = f"{number} · {names[example['label']]}" if "pairs" in result else str(number)

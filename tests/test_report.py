@@ -17,10 +17,11 @@ import pytest
 from google_rule import documents_of, google_masks, google_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_pairs import small_vocabulary
+from reference_pairs import make_store, small_vocabulary
 
 from data_pipeline import report
 from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.errors import UserError
 from data_pipeline.pairs import PAIR
 from data_pipeline.token_store import TokenStore
 
@@ -55,7 +56,7 @@ def failing(checks: list[dict]) -> set[str]:
         ["data.max_seq_length=64"],
         ["data.max_seq_length=128"],
         ["data.max_seq_length=64", "seed=7"],
-        ["data.max_seq_length=64", "data.max_predictions_per_seq=20"],
+        ["data.max_seq_length=64", "data.max_predictions_per_seq=5"],
         ["data.objective=sop"],
         ["data.objective=none"],
         ["data.masking=token"],
@@ -97,6 +98,31 @@ def test_the_rule_of_google_fails_what_ours_holds(store: TokenStore, result: dic
     random_share, told, less_masked = of(result)
     assert abs(random_share - 0.5) < 0.001 and told < 0.53 and less_masked < 0.03
     assert google["epoch"]["edges_inside_words"] > 0 == result["epoch"]["edges_inside_words"]
+
+
+SHAPES = {
+    "two documents of two words": [[[1, 1]], [[2, 1]]],
+    "four documents of one sentence": [[[1] * 9]] * 4,
+    "documents of one word": [[[1]]] * 3 + [[[1, 1]]] * 8,
+    "words longer than a sequence": [[[40, 2, 3]]] * 6,
+    "many short documents": [[[1, 2], [3], [1, 1, 1]]] * 50,
+}
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.filterwarnings("error")
+def test_the_smallest_corpora_have_a_report_too(shape: str, objective: str, result: dict) -> None:
+    data = PairsConfig(max_seq_length=16, objective=objective)
+    try:
+        found = report.audit_store(make_store(SHAPES[shape]), data, seed=0)
+    except UserError as error:
+        assert objective == "nsp" and "next-sentence prediction needs" in str(error)
+        return
+    json.dumps(found, allow_nan=False)
+    assert not Page(report.render_page({**result, **found})).open
+    exact = {"Random B's from A's own document", "Words masked in part", "Tokens in more than one"}
+    assert not exact & failing(found["checks"])
 
 
 # --- measures -------------------------------------------------------------------------------------
