@@ -1,0 +1,398 @@
+"""The report: its measures against slow renderings and planted faults, the real text against the
+rule of google-research/bert, and a page that is whole by itself."""
+
+import html
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google_rule import documents_of, google_masks, google_pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_pairs import make_store, small_vocabulary
+
+from data_pipeline import report
+from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.errors import UserError
+from data_pipeline.pairs import PAIR
+from data_pipeline.token_store import TokenStore
+
+ROOT = Path(__file__).parent.parent
+OTHERS = ("model", "train", "tracking")
+
+
+@pytest.fixture(scope="module")
+def config(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """The prepared corpus, in a folder that may be written to."""
+    copy = tmp_path_factory.mktemp("report") / "data"
+    shutil.copytree(prepared / "data", copy)
+    return load_config(DataConfig, str(prepared / "config.yaml"), [f"data_dir={copy}"], OTHERS)
+
+
+@pytest.fixture(scope="module")
+def result(config: DataConfig) -> dict:
+    return report.write_report(config)
+
+
+def failing(checks: list[dict]) -> set[str]:
+    return {check["name"] for check in checks if not check["holds"]}
+
+
+# --- real text, two rules -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.max_seq_length=32"],
+        ["data.max_seq_length=64"],
+        ["data.max_seq_length=128"],
+        ["data.max_seq_length=64", "seed=7"],
+        ["data.max_seq_length=64", "data.max_predictions_per_seq=5"],
+        ["data.objective=sop"],
+        ["data.objective=none"],
+        ["data.masking=token"],
+    ],
+    ids=" ".join,
+)
+def test_on_real_text_every_check_holds(prepared, config, overrides) -> None:
+    overrides = [f"data_dir={config.data_dir}", *overrides]
+    config = load_config(DataConfig, str(prepared / "config.yaml"), overrides, OTHERS)
+    result = report.audit(config)
+    assert len(result["checks"]) >= 10
+    assert not failing(result["checks"])
+    assert report.render_page(result).count("<svg") >= 5
+
+
+def test_the_rule_of_google_fails_what_ours_holds(store: TokenStore, result: dict) -> None:
+    draw = random.Random(0)
+    documents = documents_of(store)
+    pairs = np.concatenate([google_pairs(documents, 64, 0.1, draw) for _ in range(4)])
+    masks = google_masks(store, pairs, 20, draw)
+    google = report.audit_rule(store, pairs, masks, PairsConfig(max_seq_length=64))
+    checks = report.check_results(google | {"settings": result["settings"]})
+    assert {
+        "Random pairs of the epoch",
+        "Labels told by the total length",
+        "Tokens in a pair of the epoch",
+        "Masked words of 1 piece",
+        "Masked words of 5 pieces",
+        "Special pieces among the random ones",
+    } <= failing(checks)
+
+    def of(rule: dict) -> tuple[float, float, float]:
+        rates = {row["pieces"]: row["masked"] for row in rule["masks"]["by_pieces"]}
+        random = rule["epoch"]["random"] / rule["epoch"]["sequences"]
+        return random, rule["pairs"]["by_total"]["balanced"], rates[1] - rates[5]
+
+    random_share, told, less_masked = of(google)
+    assert random_share > 0.52 and told > 0.54 and less_masked > 0.03
+    random_share, told, less_masked = of(result)
+    assert abs(random_share - 0.5) < 0.001 and told < 0.53 and less_masked < 0.03
+    assert google["epoch"]["edges_inside_words"] > 0 == result["epoch"]["edges_inside_words"]
+
+
+SHAPES = {
+    "two documents of two words": [[[1, 1]], [[2, 1]]],
+    "four documents of one sentence": [[[1] * 9]] * 4,
+    "documents of one word": [[[1]]] * 3 + [[[1, 1]]] * 8,
+    "words longer than a sequence": [[[40, 2, 3]]] * 6,
+    "many short documents": [[[1, 2], [3], [1, 1, 1]]] * 50,
+}
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.filterwarnings("error")
+def test_the_smallest_corpora_have_a_report_too(shape: str, objective: str, result: dict) -> None:
+    data = PairsConfig(max_seq_length=16, objective=objective)
+    try:
+        found = report.audit_store(make_store(SHAPES[shape]), data, seed=0)
+    except UserError as error:
+        assert objective == "nsp" and "next-sentence prediction needs" in str(error)
+        return
+    json.dumps(found, allow_nan=False)
+    assert not Page(report.render_page({**result, **found})).open
+    exact = {"Random B's from A's own document", "Words masked in part", "Tokens in more than one"}
+    assert not exact & failing(found["checks"])
+
+
+# --- measures -------------------------------------------------------------------------------------
+
+SENTENCES = np.array([0, 4, 5, 12, 20, 33, 40])
+
+
+def slow_coverage(spans: list[tuple[int, int]]) -> tuple[int, int, int, int]:
+    """(tokens in a span, uses beyond the first, cut off, left out), token by token."""
+    uses = [sum(start <= t < end for start, end in spans) for t in range(SENTENCES[-1])]
+    cut, inside_cut = 0, False
+    for token, used in enumerate(uses):
+        if token in SENTENCES or used:
+            inside_cut = False
+        elif uses[token - 1]:
+            inside_cut = True
+        cut += inside_cut
+    covered = sum(used > 0 for used in uses)
+    return covered, sum(uses) - covered, cut, len(uses) - covered - cut
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*[st.integers(0, 40)] * 4), min_size=1, max_size=8))
+def test_coverage_counts_tokens(quadruples) -> None:
+    rows = [(min(p, q), max(p, q), min(r, s), max(r, s), 0) for p, q, r, s in quadruples]
+    found = report.audit_coverage(np.array(rows, PAIR), SENTENCES)
+    spans = [span for row in rows for span in (row[:2], row[2:4])]
+    numbers = round(found["covered"] * 40), found["again"], found["cut"], found["left_out"]
+    assert numbers == slow_coverage(spans)
+
+
+def make_pairs(n: int, rng: np.random.Generator) -> np.ndarray:
+    """Pairs in documents of 1,000 tokens, half of them with a B of the next document."""
+    pairs = np.zeros(n, PAIR)
+    pairs["label"] = rng.permutation(n) % 2
+    pairs["a_start"] = 1000 * np.arange(n) + rng.integers(0, 100, n)
+    pairs["a_end"] = pairs["a_start"] + rng.integers(1, 100, n)
+    pairs["b_start"] = pairs["a_end"] + 1000 * pairs["label"]
+    pairs["b_end"] = pairs["b_start"] + rng.integers(1, 100, n)
+    return pairs
+
+
+def audit(pairs: np.ndarray) -> dict:
+    return report.audit_pairs(pairs, lambda positions: positions // 1000)
+
+
+def test_pairs_without_a_leak_are_at_chance() -> None:
+    found = audit(make_pairs(20_000, np.random.default_rng(0)))
+    assert found["random"] == 0.5
+    assert found["random_same_document"] == found["next_elsewhere"] == found["empty"] == 0
+    for name in ("by_lengths", "by_total"):
+        assert abs(found[name]["balanced"] - 0.5) < 0.02
+        assert abs(found[name]["accuracy"] - 0.5) < 0.02
+
+
+def test_planted_faults_of_pairs_are_counted() -> None:
+    pairs = make_pairs(1000, np.random.default_rng(0))
+    near, far = (np.flatnonzero(pairs["label"] == label)[:7] for label in (0, 1))
+    for name in ("b_start", "b_end"):
+        pairs[name][far] -= 1000
+        pairs[name][near[:5]] += 1000
+    pairs["b_end"][near[5:]] = pairs["b_start"][near[5:]]
+    found = audit(pairs)
+    counts = [found[name] for name in ("random_same_document", "next_elsewhere", "empty")]
+    assert counts == [7, 5, 2]
+
+
+@pytest.mark.parametrize("leak", ["B", "difference", "majority"])
+def test_a_planted_leak_of_lengths_is_found(leak: str) -> None:
+    pairs = make_pairs(20_000, np.random.default_rng(0))
+    if leak == "B":  # random B's are four tokens longer on average
+        pairs["b_end"] += 4 * pairs["label"]
+    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+    if leak == "difference":  # seen in both lengths together, in neither alone
+        pairs = pairs[(a > b) == pairs["label"]]
+    if leak == "majority":  # no leak at all
+        pairs = np.delete(pairs, np.flatnonzero(pairs["label"] == 0)[::2])
+    found = audit(pairs)
+    if leak == "majority":
+        assert abs(found["majority"] - 2 / 3) < 0.02
+        assert abs(found["by_lengths"]["accuracy"] - found["majority"]) < 0.02
+        assert abs(found["by_lengths"]["balanced"] - 0.5) < 0.02
+    else:
+        assert found["by_lengths"]["balanced"] > (0.85 if leak == "difference" else 0.51)
+
+
+def test_a_threshold_finds_what_it_can_and_no_more() -> None:
+    rng = np.random.default_rng(0)
+    label, values, fit = rng.random(9000) < 0.3, rng.random(9000), np.arange(9000) % 2 == 0
+    chance = report.threshold_accuracy(values, label, fit)
+    assert abs(chance["balanced"] - 0.5) < 0.03 and abs(chance["accuracy"] - 0.7) < 0.03
+    told = report.threshold_accuracy(np.where(label, values, values + 0.9), label, fit)
+    assert told["balanced"] > 0.93 and told["accuracy"] > 0.93
+
+
+def test_shared_words_are_the_words_that_a_reader_sees_twice(store, config) -> None:
+    source = report.BatchSource(store, config.data, 0)
+    pairs = source.pairs(0)[:200]
+    shares = [[], []]
+    for pair in pairs.tolist():
+        words = [
+            report.decode(store.vocabulary, store.take(np.arange(*pair[k : k + 2]))).split(" ")
+            for k in (0, 2)
+        ]
+        shares[pair[4]].append(sum(word in words[1] for word in words[0]) / len(words[0]))
+    found = report.audit_overlap(store, pairs, lambda positions: positions)
+    assert found["shared_words"] == pytest.approx([np.mean(x) for x in shares], abs=1e-6)
+
+
+def slow_masks(original, seen, masked, starts, ordinary) -> dict:
+    words: list[list[int]] = []
+    for i, start in enumerate(starts):
+        words.append([i]) if start else words[-1].append(i)
+    hidden = [[masked[i] for i in word] for word in words]
+    kinds = Counter(
+        "mask" if seen[i] == 4 else "kept" if seen[i] == original[i] else "random"
+        for i in range(len(seen))
+        if masked[i]
+    )
+    by_pieces = {}
+    for word in hidden:
+        by_pieces.setdefault(min(len(word), report.LONG), []).append(any(word))
+    return {
+        "words_masked": sum(map(any, hidden)),
+        "masked": sum(masked) / len(masked),
+        "partly_masked_words": sum(any(word) and not all(word) for word in hidden),
+        "by_pieces": [
+            {"pieces": k, "words": len(v), "masked": sum(v) / len(v)}
+            for k, v in sorted(by_pieces.items())
+        ],
+        "replaced": {k: kinds[k] / max(sum(masked), 1) for k in ("mask", "random", "kept")},
+        "special_pieces": sum(
+            m and s not in ordinary and s not in (4, o)
+            for o, s, m in zip(original, seen, masked, strict=True)
+        ),
+        "changed_unmasked": sum(
+            not m and s != o for o, s, m in zip(original, seen, masked, strict=True)
+        ),
+    }
+
+
+TOKEN = st.tuples(st.integers(7, 9), st.integers(2, 9), st.booleans(), st.integers(0, 2))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(TOKEN, min_size=1, max_size=40))
+def test_masks_are_counted_as_one_by_one(tokens) -> None:
+    original, seen, masked, joins = (list(column) for column in zip(*tokens, strict=True))
+    starts = [i == 0 or join == 0 for i, join in enumerate(joins)]
+    vocabulary = small_vocabulary()
+    arrays = [np.array(column) for column in (original, seen, masked, starts)]
+    found = report.audit_masks(*arrays, np.zeros(len(seen), int), vocabulary)
+    wanted = slow_masks(original, seen, masked, starts, set(vocabulary.ordinary.tolist()))
+    assert {name: found[name] for name in wanted} == wanted
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_the_json_is_what_was_measured(config, result) -> None:
+    saved = json.loads((Path(config.data_dir) / "report.json").read_text(encoding="utf-8"))
+    assert saved == json.loads(json.dumps(result))
+    assert {"corpus", "vocabulary", "coverage", "pairs", "overlap", "masks", "checks"} <= set(saved)
+    assert saved["store"]["train"]["tokens"] == saved["coverage"]["tokens"]
+
+
+def test_the_corpus_is_counted(result, store) -> None:
+    corpus, vocabulary = result["corpus"], result["vocabulary"]
+    assert sum(corpus["document_tokens"]["counts"]) == store.n_documents
+    assert sum(corpus["sentence_tokens"]["counts"]) == len(store.sentence_offsets) - 1
+    tokens = [int(t) for shard in store.tokens for t in shard]
+    counts = Counter(tokens)
+    pieces = store.vocabulary.pieces
+    single = sum(n for t, n in counts.items() if re.fullmatch(r"(##)?[^\W\d_]", pieces[t]))
+    assert vocabulary["single_letters"] == pytest.approx(single / len(tokens), rel=0.01)
+    assert vocabulary["unknown"] == counts[1] / len(tokens)
+    entropy = -sum(n / len(tokens) * np.log(n / len(tokens)) for n in counts.values())
+    assert vocabulary["unigram_entropy"] == pytest.approx(entropy)
+    sizes = [d["tokens"] for d in corpus["longest_documents"]]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] < len(store)
+
+
+def test_the_examples_are_pairs_of_the_store_with_their_masks(config, result, store) -> None:
+    examples = result["examples"]
+    assert Counter(example["label"] for example in examples) == {0: 6, 1: 6}
+    text = report.decode(store.vocabulary, np.concatenate(store.tokens))
+    kinds: Counter[str] = Counter()
+    for example in examples:
+        for segment in example["segments"]:
+            assert " ".join(word for word, _, _ in segment) in text
+            for word, shown, kind in segment:
+                kinds[kind] += 1
+                masks = shown.split(" ")
+                assert set(masks) == {"[MASK]"} if kind == "mask" else "[MASK]" not in masks
+                assert (shown.replace(" ##", "") == word) == (kind in ("", "kept"))
+    assert kinds["mask"] > kinds["random"] > 0 and kinds["kept"] > 0 and kinds[""] > 100
+
+
+class Page(HTMLParser):
+    """The tags that are open, all tags and attributes, and the text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], Counter(), set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attributes}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags[tag] += 1
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_is_whole_and_loads_nothing(config, result) -> None:
+    text = (Path(config.data_dir) / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.open
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "onload"} & page.attributes and "url(" not in text
+    assert page.tags["svg"] >= 9 and "nan" not in "".join(re.findall(r"<svg.*?</svg>", text))
+    assert page.text.count("IsNext") >= 6 and page.tags["ruby"] > 12
+    for check in result["checks"]:
+        assert html.escape(check["name"]) in text
+
+
+def test_text_of_the_corpus_cannot_become_markup() -> None:
+    words = [("<script>", "<script>", ""), ("a&b", "<i>", "random"), ("##c", "##c", "")]
+    assert report.render_words(words) == (
+        '&lt;script&gt; <ruby class="random">&lt;i&gt;<rt>a&amp;b</rt></ruby>c'
+    )
+
+
+def test_chinese_words_stand_without_spaces() -> None:
+    words = [("我们", "我们", ""), ("北京", "[MASK] [MASK]", "mask"), ("bert", "bert", "")]
+    shown = report.render_words(words)
+    assert shown == '我们<ruby class="mask">[MASK] [MASK]<rt>北京</rt></ruby> bert'
+
+
+def test_sources_have_their_rows_where_the_manifest_names_them(result) -> None:
+    manifest = json.loads(json.dumps(result["store"]))
+    shard = manifest["train"]["shards"][0]
+    manifest["train"]["shards"] = [shard | {"source": "books & news"}, shard | {"source": "wiki"}]
+    text = report.render_corpus(result | {"store": manifest})
+    assert "train, books &amp; news" in text and "train, wiki" in text
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "data_pipeline.report", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_writes_both_files_and_says_what_holds(prepared, tmp_path) -> None:
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    done = run(prepared / "config.yaml", f"data_dir={tmp_path}/data")
+    assert done.returncode == 0, done.stderr
+    assert f"report: {tmp_path}/data/report.html" in done.stdout
+    assert "holds  Random B's from A's own document: 0 (wanted 0)" in done.stdout
+    assert {p.name for p in (tmp_path / "data").glob("report*")} == {"report.html", "report.json"}
+
+
+def test_without_a_store_the_command_says_which_one_makes_it(prepared, tmp_path) -> None:
+    done = run(prepared / "config.yaml", f"data_dir={tmp_path}/none")
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .*python -m data_pipeline CONFIG\n", done.stderr)
