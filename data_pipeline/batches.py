@@ -138,58 +138,59 @@ def build_batch(
 ) -> Batch:
     """[CLS] A [SEP] B [SEP] of each pair, end to end, with masks drawn from the stream of each
     (uint64)."""
-    vocabulary = store.vocabulary
+    vocabulary, specials = store.vocabulary, SPECIALS[data.objective]
     n = len(pairs)
-    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
-    lengths = a + b + SPECIALS[data.objective]
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    total = int(cu_seqlens[-1])
+    starts = np.stack([pairs["a_start"], pairs["b_start"]], 1)
+    ends = np.stack([pairs["a_end"], pairs["b_end"]], 1)
+    parts = ends - starts + (2, specials - 2)  # [CLS] A [SEP], and B [SEP] where there is a B
+    edges = np.zeros(2 * n + 1, np.int64)
+    np.cumsum(parts, out=edges[1:])
+    cu_seqlens, total = edges[::2].copy(), int(edges[-1])
+    lengths = np.diff(cu_seqlens)
 
-    # tokens: both segments of all pairs in one gather
-    segment = np.stack([a, b], 1).ravel()
-    source = np.stack([pairs["a_start"], pairs["b_start"]], 1).ravel()
-    target = np.stack([cu_seqlens[:-1] + 1, cu_seqlens[:-1] + a + 2], 1).ravel()
-    before = np.cumsum(segment) - segment
-    steps = np.arange(int(segment.sum()))
-    places = np.repeat(target - before, segment) + steps
-    origins = np.repeat(source - before, segment) + steps
-    input_ids = np.empty(total, np.int64)
-    input_ids[places] = store.take(origins)
-    input_ids[cu_seqlens[:-1]] = vocabulary["[CLS]"]
-    input_ids[cu_seqlens[:-1] + a + 1] = vocabulary["[SEP]"]
-    input_ids[cu_seqlens[1:] - 1] = vocabulary["[SEP]"]
+    # tokens: slices of the store and special tokens, joined
+    spans = store.spans(starts.ravel(), ends.ravel())
+    cls, sep = (store.dtype.type(vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
+    last = sep if specials == 3 else b""
+    runs = (
+        run for a, b in zip(spans[::2], spans[1::2], strict=True) for run in (cls, a, sep, b, last)
+    )
+    input_ids = np.frombuffer(b"".join(runs), store.dtype).astype(np.int64)
 
-    # words: runs of tokens that no word starts in; none spans two segments
-    is_start = np.ones(len(origins), bool)
+    # words: runs of tokens that no word starts in; a segment starts one whatever it starts with
+    is_text = np.ones(total, bool)
+    is_text[cu_seqlens[:-1]] = is_text[edges[1:] - 1] = False
+    is_start = np.ones(total + 1, bool)
     if data.masking == "whole_word":
-        is_start = ~vocabulary.continues[input_ids[places]]
-    is_start[before[segment > 0]] = True
-    word = np.flatnonzero(is_start)
-    word_length = np.diff(word, append=len(places))
-    sequence = np.repeat(np.arange(n), lengths)
-    word_sequence = sequence[places[word]]
+        is_start[:-1] = ~vocabulary.continues[input_ids]
+        is_start[cu_seqlens[:-1] + 1] = is_start[edges[1::2]] = True
+    word = np.flatnonzero(is_text & is_start[:-1])
+    word_length = np.flatnonzero(is_text & is_start[1:]) - word + 1
+    first_word = np.searchsorted(word, cu_seqlens)
+    word_sequence = np.repeat(np.arange(n), np.diff(first_word))
 
     # masks
     chosen = choose_words(
         word_sequence, word_length, streams, data.masked_lm_prob, data.max_predictions_per_seq
     )
     size = word_length[chosen]
-    masked = np.repeat(word[chosen] - (np.cumsum(size) - size), size) + np.arange(int(size.sum()))
-    masked = places[masked]
+    masked = np.repeat(word[chosen] - (np.cumsum(size) - size), size)
+    masked += np.arange(len(masked))
     labels = input_ids[masked]
+    sequence = word_sequence[chosen]
     input_ids[masked] = replace_tokens(
         labels,
-        np.repeat(chosen - np.searchsorted(word_sequence, word_sequence[chosen]), size),
-        streams[sequence[masked]],
+        np.repeat(chosen - first_word[sequence], size),
+        np.repeat(streams[sequence], size),
         vocabulary["[MASK]"],
         vocabulary.ordinary,
     )
-    types = np.repeat(np.tile([0, 1], n), np.stack([a + 2, lengths - a - 2], 1).ravel())
+    places = np.arange(total)
     arrays = (
         input_ids,
-        types,
-        np.arange(total) - np.repeat(cu_seqlens[:-1], lengths),
-        sequence,
+        np.repeat(np.arange(2 * n) & 1, parts.ravel()),
+        places - np.repeat(cu_seqlens[:-1], lengths),
+        np.repeat(np.arange(n), lengths),
         cu_seqlens,
         masked,
         labels,

@@ -29,35 +29,32 @@ def choose_words(
     `masked_lm_prob` of it: each with exactly this probability, and in all that share of the tokens,
     to within a word. `max_predictions` drops words from the end of the arc.
     """
-    n, n_sequences = len(word_sequence), len(streams)
-    words = np.arange(n, dtype=np.uint64)
-    first_word = np.searchsorted(word_sequence, np.arange(n_sequences))
-    place = words - first_word.astype(np.uint64)[word_sequence]
-    draw = draws(streams[word_sequence], place + np.uint64(1))
-    # one sort of sequence (16 bits), draw (24) and word (24) packed in an integer
-    packed = (
-        (word_sequence.astype(np.uint64) << np.uint64(48))
-        | (draw >> np.uint64(40) << np.uint64(24))
-        | words
-    )
-    packed.sort()
+    # a row a sequence, a column a word: short rows sort many times faster than all words at once
+    first_word = np.searchsorted(word_sequence, np.arange(len(streams) + 1))
+    counts = np.diff(first_word)[:, None]
+    first_word = first_word[:-1, None]
+    column = np.arange(counts.max())
+    is_word = column < counts
+    length = np.zeros(is_word.shape)
+    length[is_word] = word_length
+    circle = length.sum(1, keepdims=True)
+    # what is sorted: draw (24 bits, a 25th where there is no word) and column packed in an integer
+    packed = draws(streams[:, None], column + 1) >> np.uint64(40)
+    packed |= ~is_word * np.uint64(1 << 24)
+    packed = packed << np.uint64(24) | column.astype(np.uint64)
+    packed.sort(1)
     order = (packed & np.uint64(0xFFFFFF)).astype(np.int64)
-    length = word_length[order]
-    before = np.cumsum(length) - length
-    last_word = np.append(first_word[1:], n)
-    start_of = np.append(before, length.sum())[first_word]  # tokens before each sequence
-    total = np.append(before, length.sum())[last_word] - start_of
-    turn = draws(streams, np.zeros(n_sequences, np.int64))
-    turn = (turn >> np.uint64(11)).astype(np.float64) * 2.0**-53 * total
-    position = before - start_of[word_sequence] + turn[word_sequence]
-    circle = total[word_sequence]
-    position = np.where(position >= circle, position - circle, position)
-    chosen = position < masked_lm_prob * circle
+    length = np.take_along_axis(length, order, 1)
+    turn = (draws(streams, np.zeros(1)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    position = np.cumsum(length, 1) - length + turn[:, None] * circle
+    position -= circle * (position >= circle)
+    chosen = (position < masked_lm_prob * circle) & is_word
     if max_predictions is not None:
-        first = np.minimum.reduceat(position, first_word)  # where the first word on the arc starts
-        used = np.rint(position - first[word_sequence]).astype(np.int64) + length
-        chosen &= used <= max_predictions
-    return np.sort(order[chosen])
+        first = np.where(is_word, position, circle).min(1, keepdims=True)
+        chosen &= np.rint(position - first) + length <= max_predictions
+    is_chosen = np.zeros(len(word_sequence), bool)
+    is_chosen[(first_word + order)[chosen]] = True
+    return np.flatnonzero(is_chosen)
 
 
 def replace_tokens(
@@ -70,7 +67,11 @@ def replace_tokens(
     one is drawn from.
     """
     fate = (draws(~stream, word) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    out = np.where(fate < MASKED, mask_id, labels)
     starts = np.append(True, (word[1:] != word[:-1]) | (stream[1:] != stream[:-1]))
-    within = np.arange(len(word)) - np.maximum.accumulate(np.where(starts, np.arange(len(word)), 0))
-    pieces = ordinary[below(draws(~stream, (word + 1) * (1 << 20) + within), len(ordinary))]
-    return np.where(fate < MASKED, mask_id, np.where(fate < MASKED + RANDOM, pieces, labels))
+    place = np.arange(len(word))
+    within = place - np.maximum.accumulate(np.where(starts, place, 0))
+    drawn = np.flatnonzero((fate >= MASKED) & (fate < MASKED + RANDOM))
+    counter = (word[drawn] + 1) * (1 << 20) + within[drawn]
+    out[drawn] = ordinary[below(draws(~stream[drawn], counter), len(ordinary))]
+    return out

@@ -9,6 +9,7 @@ of a document is a slice. No padding, no pairs, no masks: those are drawn afresh
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,23 @@ class TokenStore:
             here = shards == shard
             out[here] = self.tokens[shard][positions[here] - self.shard_starts[shard]]
         return out
+
+    def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
+        """The tokens of each [start, end), none of which spans two documents: memory of `dtype`."""
+        shards = np.searchsorted(self.shard_starts[1:-1], starts, side="right")
+        shift = self.shard_starts[shards]
+        triples = zip(
+            shards.tolist(), (starts - shift).tolist(), (ends - shift).tolist(), strict=True
+        )
+        return [self.views[shard][start:end] for shard, start, end in triples]
+
+    @cached_property
+    def views(self) -> list[memoryview]:
+        return [memoryview(tokens) for tokens in self.tokens]  # sliced five times as fast
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tokens[0].dtype
 
     def starts_word(self, positions: np.ndarray) -> np.ndarray:
         """Whether a word starts at each of `positions` int64 (n,): bool (n,)."""
