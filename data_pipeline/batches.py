@@ -151,10 +151,8 @@ def build_batch(
     # tokens: slices of the store and special tokens, joined
     spans = store.spans(starts.ravel(), ends.ravel())
     cls, sep = (store.dtype.type(vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
-    last = sep if specials == 3 else b""
-    runs = (
-        run for a, b in zip(spans[::2], spans[1::2], strict=True) for run in (cls, a, sep, b, last)
-    )
+    runs: list = [sep if specials == 3 else b""] * (5 * n)
+    runs[0::5], runs[1::5], runs[2::5], runs[3::5] = [cls] * n, spans[::2], [sep] * n, spans[1::2]
     input_ids = np.frombuffer(b"".join(runs), store.dtype).astype(np.int64)
 
     # words: runs of tokens that no word starts in; a segment starts one whatever it starts with

@@ -11,6 +11,7 @@ import numpy as np
 
 from data_pipeline.hashing import below, draws
 
+HIGH24, LOW20 = np.uint64(0xFFFFFF << 40), np.uint64(0xFFFFF)
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen words; the rest stay as they are
 
 
@@ -32,28 +33,27 @@ def choose_words(
     # a row a sequence, a column a word: short rows sort many times faster than all words at once
     first_word = np.searchsorted(word_sequence, np.arange(len(streams) + 1))
     counts = np.diff(first_word)[:, None]
-    first_word = first_word[:-1, None]
     column = np.arange(counts.max())
     is_word = column < counts
-    length = np.zeros(is_word.shape)
-    length[is_word] = word_length
-    circle = length.sum(1, keepdims=True)
-    # what is sorted: draw (24 bits, a 25th where there is no word) and column packed in an integer
-    packed = draws(streams[:, None], column + 1) >> np.uint64(40)
-    packed |= ~is_word * np.uint64(1 << 24)
-    packed = packed << np.uint64(24) | column.astype(np.uint64)
+    # what is sorted: draw (24 bits, all ones where there is no word), column (20) and length (20)
+    packed = draws(streams[:, None], column + 1) & HIGH24
+    packed |= ~is_word * HIGH24
+    packed |= column.astype(np.uint64) << np.uint64(20)
+    packed[is_word] |= word_length.astype(np.uint64)
     packed.sort(1)
-    order = (packed & np.uint64(0xFFFFFF)).astype(np.int64)
-    length = np.take_along_axis(length, order, 1)
+    length = (packed & LOW20).astype(np.int64)
+    after = np.cumsum(length, 1)
+    circle = after[:, -1:]
     turn = (draws(streams, np.zeros(1)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    position = np.cumsum(length, 1) - length + turn[:, None] * circle
+    position = after - length + turn[:, None] * circle
     position -= circle * (position >= circle)
     chosen = (position < masked_lm_prob * circle) & is_word
     if max_predictions is not None:
         first = np.where(is_word, position, circle).min(1, keepdims=True)
         chosen &= np.rint(position - first) + length <= max_predictions
+    row = np.nonzero(chosen)[0]
     is_chosen = np.zeros(len(word_sequence), bool)
-    is_chosen[(first_word + order)[chosen]] = True
+    is_chosen[first_word[row] + (packed[chosen] >> np.uint64(20) & LOW20).astype(np.int64)] = True
     return np.flatnonzero(is_chosen)
 
 
