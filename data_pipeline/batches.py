@@ -20,6 +20,8 @@ from data_pipeline.masking import choose_words, replace_tokens
 from data_pipeline.pairs import SPECIALS, cut_segments, draw_pairs
 from data_pipeline.token_store import TokenStore
 
+BLOCK_TOKENS = 1 << 16  # that are built at once
+
 
 @dataclass
 class Batch:
@@ -45,6 +47,24 @@ class Batch:
                 v.pin_memory().to(device, non_blocking=True) if torch.is_tensor(v) else v
                 for v in values
             )
+        )
+
+    def part(self, first: int, last: int) -> "Batch":
+        """Sequences [first, last) as a batch of their own; shares memory with this one."""
+        cu_seqlens = self.cu_seqlens[first : last + 1]
+        start, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        tokens = slice(start, end)
+        masked = slice(*np.searchsorted(self.masked_positions.numpy(), (start, end)))
+        return Batch(
+            self.input_ids[tokens],
+            self.token_type_ids[tokens],
+            self.position_ids[tokens],
+            self.sequence_ids[tokens] - first,
+            cu_seqlens - start,
+            self.masked_positions[masked] - start,
+            self.masked_labels[masked],
+            self.next_sentence_label[first:last],
+            max_length=int(np.diff(cu_seqlens.numpy()).max()),
         )
 
     def padded(self, pad_id: int = 0) -> dict[str, torch.Tensor]:
@@ -79,6 +99,7 @@ class BatchSource:
         self.epochs: dict[
             int, np.ndarray
         ] = {}  # at most two: a step may end one and begin the next
+        self.built: tuple = (None, None)  # what `step` built last: (for whom and when, batch)
 
     def pairs(self, epoch: int) -> np.ndarray:
         """The pairs of an epoch, in order."""
@@ -125,11 +146,22 @@ class BatchSource:
         self, step: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
         """What one rank trains on in one step: its micro-batches, neighbours in the global
-        batch."""
-        micro_batches = global_batch_size // micro_batch_size // world_size
-        first = step * global_batch_size + rank * micro_batches * micro_batch_size
+        batch.
+
+        Small batches are built for several steps at once: most of their time is calls of numpy.
+        """
+        share = global_batch_size // micro_batch_size // world_size * micro_batch_size
+        together = max(1, BLOCK_TOKENS // (share * self.data.max_seq_length))
+        asked = (step // together, global_batch_size, share, rank)
+        if self.built[0] != asked:
+            steps = range(asked[0] * together, (asked[0] + 1) * together)
+            parts = [self.examples(k * global_batch_size + rank * share, share) for k in steps]
+            pairs, streams = map(np.concatenate, zip(*parts, strict=True))
+            self.built = asked, build_batch(self.store, self.data, pairs, streams)
+        first = step % together * share
         return [
-            self.batch(first + i * micro_batch_size, micro_batch_size) for i in range(micro_batches)
+            self.built[1].part(start, start + micro_batch_size)
+            for start in range(first, first + share, micro_batch_size)
         ]
 
 

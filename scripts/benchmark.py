@@ -332,10 +332,9 @@ def measure_batches(
 
 
 def batches(source: BatchSource, batch_size: int, tokens: int | None) -> Iterator:
-    """Batches of an epoch from its start, until they hold `tokens`."""
-    size = source.epoch_size(0)
-    for start in range(0, size, batch_size):
-        batch = source.batch(start, min(batch_size, size - start))
+    """Batches of an epoch from its start, one a step, until they hold `tokens`."""
+    for step in range(source.epoch_size(0) // batch_size or 1):
+        (batch,) = source.step(step, batch_size, batch_size, rank=0, world_size=1)
         yield batch
         if tokens is not None:
             tokens -= len(batch.input_ids)
