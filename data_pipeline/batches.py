@@ -20,6 +20,8 @@ from data_pipeline.masking import choose_words, replace_tokens
 from data_pipeline.pairs import SPECIALS, cut_segments, draw_pairs
 from data_pipeline.token_store import TokenStore
 
+BLOCK_TOKENS = 1 << 16  # that are built at once
+
 
 @dataclass
 class Batch:
@@ -45,6 +47,24 @@ class Batch:
                 v.pin_memory().to(device, non_blocking=True) if torch.is_tensor(v) else v
                 for v in values
             )
+        )
+
+    def part(self, first: int, last: int) -> "Batch":
+        """Sequences [first, last) as a batch of their own; shares memory with this one."""
+        cu_seqlens = self.cu_seqlens[first : last + 1]
+        start, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        tokens = slice(start, end)
+        masked = slice(*np.searchsorted(self.masked_positions.numpy(), (start, end)))
+        return Batch(
+            self.input_ids[tokens],
+            self.token_type_ids[tokens],
+            self.position_ids[tokens],
+            self.sequence_ids[tokens] - first,
+            cu_seqlens - start,
+            self.masked_positions[masked] - start,
+            self.masked_labels[masked],
+            self.next_sentence_label[first:last],
+            max_length=int(np.diff(cu_seqlens.numpy()).max()),
         )
 
     def padded(self, pad_id: int = 0) -> dict[str, torch.Tensor]:
@@ -79,6 +99,7 @@ class BatchSource:
         self.epochs: dict[
             int, np.ndarray
         ] = {}  # at most two: a step may end one and begin the next
+        self.built: tuple = (None, None)  # what `step` built last: (for whom and when, batch)
 
     def pairs(self, epoch: int) -> np.ndarray:
         """The pairs of an epoch, in order."""
@@ -125,11 +146,22 @@ class BatchSource:
         self, step: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
         """What one rank trains on in one step: its micro-batches, neighbours in the global
-        batch."""
-        micro_batches = global_batch_size // micro_batch_size // world_size
-        first = step * global_batch_size + rank * micro_batches * micro_batch_size
+        batch.
+
+        Small batches are built for several steps at once: most of their time is calls of numpy.
+        """
+        share = global_batch_size // micro_batch_size // world_size * micro_batch_size
+        together = max(1, BLOCK_TOKENS // (share * self.data.max_seq_length))
+        asked = (step // together, global_batch_size, share, rank)
+        if self.built[0] != asked:
+            steps = range(asked[0] * together, (asked[0] + 1) * together)
+            parts = [self.examples(k * global_batch_size + rank * share, share) for k in steps]
+            pairs, streams = map(np.concatenate, zip(*parts, strict=True))
+            self.built = asked, build_batch(self.store, self.data, pairs, streams)
+        first = step % together * share
         return [
-            self.batch(first + i * micro_batch_size, micro_batch_size) for i in range(micro_batches)
+            self.built[1].part(start, start + micro_batch_size)
+            for start in range(first, first + share, micro_batch_size)
         ]
 
 
@@ -138,59 +170,60 @@ def build_batch(
 ) -> Batch:
     """[CLS] A [SEP] B [SEP] of each pair, end to end, with masks drawn from the stream of each
     (uint64)."""
-    vocabulary = store.vocabulary
+    vocabulary, specials = store.vocabulary, SPECIALS[data.objective]
     n = len(pairs)
-    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
-    lengths = a + b + SPECIALS[data.objective]
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    total = int(cu_seqlens[-1])
+    starts = np.stack([pairs["a_start"], pairs["b_start"]], 1)
+    ends = np.stack([pairs["a_end"], pairs["b_end"]], 1)
+    parts = ends - starts + (2, specials - 2)  # [CLS] A [SEP], and B [SEP] where there is a B
+    edges = np.zeros(2 * n + 1, np.int64)
+    np.cumsum(parts, out=edges[1:])
+    cu_seqlens, total = edges[::2].copy(), int(edges[-1])
+    lengths = np.diff(cu_seqlens)
 
-    # tokens: both segments of all pairs in one gather
-    segment = np.stack([a, b], 1).ravel()
-    source = np.stack([pairs["a_start"], pairs["b_start"]], 1).ravel()
-    target = np.stack([cu_seqlens[:-1] + 1, cu_seqlens[:-1] + a + 2], 1).ravel()
-    before = np.cumsum(segment) - segment
-    steps = np.arange(int(segment.sum()))
-    places = np.repeat(target - before, segment) + steps
-    origins = np.repeat(source - before, segment) + steps
-    input_ids = np.empty(total, np.int64)
-    tokens = store.take(origins)
-    input_ids[places] = tokens
-    input_ids[cu_seqlens[:-1]] = vocabulary["[CLS]"]
-    input_ids[cu_seqlens[:-1] + a + 1] = vocabulary["[SEP]"]
-    input_ids[cu_seqlens[1:] - 1] = vocabulary["[SEP]"]
+    # tokens: slices of the store and special tokens, joined
+    spans = store.spans(starts.ravel(), ends.ravel())
+    cls, sep = (store.dtype.type(vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
+    runs: list = [sep if specials == 3 else b""] * (5 * n)
+    runs[0::5], runs[1::5], runs[2::5], runs[3::5] = [cls] * n, spans[::2], [sep] * n, spans[1::2]
+    input_ids = np.frombuffer(b"".join(runs), store.dtype).astype(np.int64)
 
-    # words: runs of tokens that no word starts in; none spans two segments
-    is_start = np.ones(len(origins), bool)
+    # words: runs of tokens that no word starts in; a segment starts one whatever it starts with
+    is_text = np.ones(total, bool)
+    is_text[cu_seqlens[:-1]] = is_text[edges[1:] - 1] = False
+    is_start = np.ones(total + 1, bool)
     if data.masking == "whole_word":
-        is_start = store.starts_word(origins, tokens)
-    is_start[before[segment > 0]] = True
-    word = np.flatnonzero(is_start)
-    word_length = np.diff(word, append=len(places))
-    sequence = np.repeat(np.arange(n), lengths)
-    word_sequence = sequence[places[word]]
+        # where each token is in the store; of special tokens any place will do
+        shift = np.stack([starts[:, 0] - cu_seqlens[:-1] - 1, starts[:, 1] - edges[1::2]], 1)
+        origins = np.arange(total) + np.repeat(shift.ravel(), parts.ravel())
+        is_start[:-1] = store.starts_word(origins.clip(0, len(store) - 1), input_ids) | ~is_text
+        is_start[cu_seqlens[:-1] + 1] = is_start[edges[1::2]] = True
+    word = np.flatnonzero(is_text & is_start[:-1])
+    word_length = np.flatnonzero(is_text & is_start[1:]) - word + 1
+    first_word = np.searchsorted(word, cu_seqlens)
+    word_sequence = np.repeat(np.arange(n), np.diff(first_word))
 
     # masks
     chosen = choose_words(
         word_sequence, word_length, streams, data.masked_lm_prob, data.max_predictions_per_seq
     )
     size = word_length[chosen]
-    masked = np.repeat(word[chosen] - (np.cumsum(size) - size), size) + np.arange(int(size.sum()))
-    masked = places[masked]
+    masked = np.repeat(word[chosen] - (np.cumsum(size) - size), size)
+    masked += np.arange(len(masked))
     labels = input_ids[masked]
+    sequence = word_sequence[chosen]
     input_ids[masked] = replace_tokens(
         labels,
-        np.repeat(chosen - np.searchsorted(word_sequence, word_sequence[chosen]), size),
-        streams[sequence[masked]],
+        np.repeat(chosen - first_word[sequence], size),
+        np.repeat(streams[sequence], size),
         vocabulary["[MASK]"],
         vocabulary.ordinary,
     )
-    types = np.repeat(np.tile([0, 1], n), np.stack([a + 2, lengths - a - 2], 1).ravel())
+    places = np.arange(total)
     arrays = (
         input_ids,
-        types,
-        np.arange(total) - np.repeat(cu_seqlens[:-1], lengths),
-        sequence,
+        np.repeat(np.arange(2 * n) & 1, parts.ravel()),
+        places - np.repeat(cu_seqlens[:-1], lengths),
+        np.repeat(np.arange(n), lengths),
         cu_seqlens,
         masked,
         labels,

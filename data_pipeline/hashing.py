@@ -5,6 +5,8 @@ splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 
 counter). A numpy generator object for every example would cost more than building the example.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -21,6 +23,7 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x
 
 
+@lru_cache
 def key(*parts: int) -> np.uint64:
     """One uint64 from integers, in order: the key of a stream of draws."""
     value = np.zeros(1, np.uint64)

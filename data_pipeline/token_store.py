@@ -139,6 +139,23 @@ class TokenStore:
             out[here] = at(arrays[shard], positions[here] - self.shard_starts[shard])
         return out
 
+    def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
+        """The tokens of each [start, end), none of which spans two documents: memory of `dtype`."""
+        shards = np.searchsorted(self.shard_starts[1:-1], starts, side="right")
+        shift = self.shard_starts[shards]
+        triples = zip(
+            shards.tolist(), (starts - shift).tolist(), (ends - shift).tolist(), strict=True
+        )
+        return [self.views[shard][start:end] for shard, start, end in triples]
+
+    @cached_property
+    def views(self) -> list[memoryview]:
+        return [memoryview(tokens) for tokens in self.tokens]  # sliced five times as fast
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tokens[0].dtype
+
     def token_counts(self) -> np.ndarray:
         """How often each piece occurs: int64 (V,)."""
         counts = np.zeros(len(self.vocabulary), np.int64)

@@ -69,6 +69,7 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
     sources = config.each_source()
     for i in order(range(len(pieces))):
         hash_piece(pieces[i], hashed[i], sources[pieces[i].source])
+    find_earlier(hashed, folder / "earlier")
     chosen = select(config, pieces, hashed, folder / "earlier")
     kept: dict[int, list[str]] = {i: [] for i in range(len(pieces))}
     rejects = Rejects()

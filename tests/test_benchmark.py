@@ -1,0 +1,82 @@
+"""The benchmark prints well-formed figures, and its slow rendering of google-research/bert keeps
+that program's rules. Nothing here asserts a time."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import bench_peers  # noqa: E402
+
+KEYS = ["figure", "unit", "ours", "peer", "ratio", "target", "runs", "spread", "threads"]
+
+
+def run(what: str, prepared: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/benchmark.py", what, "--runs", "1"]
+    return subprocess.run(
+        [*command, "--config", prepared / "config.yaml"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("what", "with_peer", "alone"), [("data", 4, 2), ("loader", 8, 2)])
+def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None:
+    done = run(what, prepared)
+    assert done.returncode == 0, done.stderr
+    figures = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [list(figure) for figure in figures] == [KEYS] * (with_peer + alone)
+    assert len({figure["figure"] for figure in figures}) == len(figures)
+    for figure in figures:
+        assert figure["ours"] > 0 and figure["runs"] == 1 and figure["threads"] >= 1
+        assert (figure["peer"] is None) == (figure["ratio"] is None)
+        if figure["peer"] is not None:
+            more = {figure["ours"] / figure["peer"], figure["peer"] / figure["ours"]}
+            assert any(figure["ratio"] == pytest.approx(times, rel=0.02) for times in more)
+    assert sum(figure["peer"] is not None for figure in figures) == with_peer
+
+
+def test_a_config_that_is_not_there_is_one_line(tmp_path) -> None:
+    done = run("data", tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: no config at")
+
+
+def test_the_slow_rendering_makes_examples_of_the_published_rules() -> None:
+    words = "the cat sat on a mat , and looked at un ##believ ##able things .".split()
+    vocabulary = {
+        p: i for i, p in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
+    }
+    sentences = ["The cat sat on a mat,", "and looked at UNBELIEVABLE things.", "Ünbelievable cat!"]
+    documents = [sentences * 8 for _ in range(20)]
+    examples = list(bench_peers.original_examples(documents, vocabulary, 64, random.Random(0)))
+    for example in examples:
+        n, ids = sum(example["attention_mask"]), example["input_ids"]
+        before = list(ids)
+        for place, label in zip(example["masked_positions"], example["masked_labels"], strict=True):
+            before[place] = label
+        assert len(ids) == len(example["token_type_ids"]) == 64
+        assert before[0] == 2 and before[n - 1] == 3 and before[:n].count(3) == 2
+        assert not any(ids[n:]) and 4 not in before
+        assert 0 < len(example["masked_labels"]) <= max(1, round(0.15 * n))
+    random_share = sum(e["next_sentence_label"][0] for e in examples) / len(examples)
+    assert 0.4 < random_share < 0.8  # more than half: what is ours to do better
+    assert {i for e in examples for i in e["masked_labels"]} <= set(vocabulary.values())
+
+
+def test_the_slow_rendering_takes_words_apart_as_bert_does() -> None:
+    assert bench_peers.basic_words("Ab\u00e9l's\u200b x-ray\u3000\u4e2d\u6587!") == [
+        *("abel", "'", "s", "x", "-", "ray", "\u4e2d", "\u6587", "!")
+    ]
+    vocabulary = {"un": 0, "##believ": 1, "##able": 2, "u": 3}
+    assert bench_peers.greedy_pieces("unbelievable", vocabulary) == ["un", "##believ", "##able"]
+    assert bench_peers.greedy_pieces("unbelievably", vocabulary) == ["[UNK]"]
+    assert bench_peers.greedy_pieces("u" * 201, vocabulary) == ["[UNK]"]
