@@ -184,7 +184,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
             again = replace(config, data_dir=folder)
             with (
                 quiet(),
-                mock.patch("data_pipeline.prepare.train_wordpiece", return_value=vocabulary.pieces),
+                mock.patch("data_pipeline.prepare.make_vocabulary", return_value=vocabulary.pieces),
             ):
                 prepare(again, workers=1)
         return corpus_bytes

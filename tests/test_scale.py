@@ -23,6 +23,7 @@ from data_pipeline.corpus import Piece
 from data_pipeline.errors import UserError
 from data_pipeline.prepare import prepare, scan_tasks, verify
 from data_pipeline.processes import Task, locked, run_tasks, written_beside
+from data_pipeline.selection import Selection
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 60  # seconds that anything here may take on a busy machine
@@ -49,7 +50,7 @@ def finished(files: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 def config_of(files: list[str], data_dir: Path) -> DataConfig:
     return DataConfig(
         data_dir=str(data_dir),
-        corpus=CorpusConfig(files=files, held_out=0.1),
+        corpus=CorpusConfig(files=files, held_out=0.1, deduplicate=False),
         vocab=VocabConfig(size=512),
     )
 
@@ -85,18 +86,18 @@ def die_in_the_middle(out: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def scan_or_die_once(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig) -> None:
+def scan_or_die_once(piece: Piece, out: Path, *rest) -> None:
     died = Path(f"{out.parents[2]}/died")
     if out.name.endswith("00002") and not died.exists():
         died.touch()
         die_in_the_middle(out)
-    real_scan(piece, out, corpus, vocab)
+    real_scan(piece, out, *rest)
 
 
-def scan_or_die(piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig) -> None:
+def scan_or_die(piece: Piece, out: Path, *rest) -> None:
     if out.name.endswith("00002"):
         die_in_the_middle(out)
-    real_scan(piece, out, corpus, vocab)
+    real_scan(piece, out, *rest)
 
 
 real_scan = module.scan_piece
@@ -173,6 +174,23 @@ def test_a_job_array_writes_the_same_bytes(files, finished, tmp_path: Path):
     assert not (tmp_path / "work").exists()
 
 
+def test_an_array_that_drops_duplicates_compares_before_it_reads(files, tmp_path: Path):
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(Path(files[1]).read_bytes())
+    stores = []
+    for name in ("plain", "array"):
+        config = config_of([*files, str(copy)], tmp_path / name)
+        config.corpus.deduplicate = True
+        for stage in range(3 if name == "array" else 0):
+            for share in ((1, 2), (0, 2)):
+                prepare(config, workers=1, share=share)
+            if stage < 2:
+                prepare(config, workers=1, finish=True)
+        prepare(config, workers=1, finish=name == "array")
+        stores.append(contents(tmp_path / name))
+    assert stores[0] == stores[1]
+
+
 def test_an_array_task_touches_its_own_pieces_only(files, tmp_path: Path):
     work = tmp_path / "work"
     (work / "another-shard.tmp").mkdir(parents=True)  # that another task is writing
@@ -212,9 +230,8 @@ def test_a_task_index_without_its_number_is_one_line(args: list[str]):
 
 def write_config(folder: Path, files: list[str]) -> Path:
     path = folder / "c.yaml"
-    path.write_text(
-        f"data_dir: {folder}/data\ncorpus: {{files: {files}, held_out: 0.1}}\nvocab: {{size: 512}}"
-    )
+    corpus = f"{{files: {files}, held_out: 0.1, deduplicate: false}}"
+    path.write_text(f"data_dir: {folder}/data\ncorpus: {corpus}\nvocab: {{size: 512}}")
     return path
 
 
@@ -256,7 +273,7 @@ def test_a_killed_worker_stops_the_command_which_names_its_piece_and_goes_on_lat
     again = []
     monkeypatch.setattr(module, "scan_piece", lambda *task: (again.append(task), real_scan(*task)))
     prepare(config_of(files, tmp_path), workers=1)
-    assert len(again) == 4 - len(kept) and not kept & {out.name for _, out, _, _ in again}
+    assert len(again) == 4 - len(kept) and not kept & {out.name for _, out, *_ in again}
     assert contents(tmp_path) == contents(finished)
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -344,7 +361,9 @@ def test_the_bar_counts_bytes_and_goes_on_where_it_was(tmp_path: Path, capsys, m
         Piece(str(tmp_path / "a.txt"), "line", 300, 1000, "v"),
         Piece(str(tmp_path / "b.txt.gz"), "line", version="v"),
     ]
-    tasks = scan_tasks(pieces, [tmp_path / f"{'k' * 16}-{i}" for i in range(3)], DataConfig())
+    tasks = scan_tasks(
+        pieces, [tmp_path / f"{'k' * 16}-{i}" for i in range(3)], DataConfig(), [Selection()] * 3
+    )
     assert [t.size for _, t in tasks] == [300, 700, (tmp_path / "b.txt.gz").stat().st_size]
     run_tasks("reading", len, [Task(("",), "a", 2000), Task(("",), "b", 1000)], 1, done=1000)
     line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
