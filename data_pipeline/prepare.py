@@ -71,8 +71,9 @@ def prepare(
 
     On `workers` processes (default: one a core), or on the dask cluster at address `cluster`, whose
     workers see the same files under the same names. `share` (i, n) does the tasks i, i + n, ... of
-    the stage that can be done now, reading or encoding, and may run beside other shares; `finish`
-    ends that stage: it makes the vocabulary of what was read, or the store of what was encoded.
+    the stage that can be done now, comparing, reading or encoding, and may run beside other shares;
+    `finish` ends that stage: it merges what was compared, makes the vocabulary of what was read, or
+    the store of what was encoded.
     Raises `UserError` if `data_dir` was built from another corpus or with other settings.
     """
     data_dir = Path(config.data_dir).absolute()
