@@ -2,6 +2,7 @@
 drawn from it."""
 
 import json
+import secrets
 from pathlib import Path
 
 
@@ -40,7 +41,7 @@ class Tracker:
 
         name = run_dir / "wandb_id.txt"  # a run that goes on is the same run there
         if not name.exists():
-            name.write_text(wandb.util.generate_id())
+            name.write_text(secrets.token_hex(4))
         self.wandb = wandb.init(
             project=project,
             id=name.read_text(),

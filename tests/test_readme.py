@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,12 @@ def commands() -> list[str]:
 
 def test_quickstart_goes_from_a_file_to_a_filled_mask(prepared: Path) -> None:
     assert "bash scripts/quickstart.sh" in commands()
+    before = {path for name in ("data", "runs") for path in (ROOT / name).glob("*")}
     line = f"bash scripts/quickstart.sh {prepared}/topics.txt"
-    places = f"data_dir={prepared}/quick run_dir={prepared}/quick-run"
-    done = shell(line, OVERRIDES=f"{SMALL} {places}", PYTHON=sys.executable)
+    done = shell(line, OVERRIDES=SMALL, PYTHON=sys.executable)
+    for name in ("data", "runs"):
+        for path in set((ROOT / name).glob("*")) - before:  # named after the file
+            shutil.rmtree(path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"%(, \S+ \d+%){4}\n", done.stdout), done.stdout
     assert "held-out MLM loss" in done.stdout + done.stderr
