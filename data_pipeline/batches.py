@@ -16,7 +16,7 @@ import torch
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.hashing import draws, key
-from data_pipeline.masking import choose_words, replace_tokens
+from data_pipeline.masking import choose_words, replace_tokens, starts_span
 from data_pipeline.pairs import SPECIALS, cut_segments, draw_pairs
 from data_pipeline.token_store import TokenStore
 
@@ -191,13 +191,17 @@ def build_batch(
     is_text = np.ones(total, bool)
     is_text[cu_seqlens[:-1]] = is_text[edges[1:] - 1] = False
     is_start = np.ones(total + 1, bool)
-    if data.masking == "whole_word":
+    if data.masking != "token":
         # where each token is in the store; of special tokens any place will do
         shift = np.stack([starts[:, 0] - cu_seqlens[:-1] - 1, starts[:, 1] - edges[1::2]], 1)
         origins = np.arange(total) + np.repeat(shift.ravel(), parts.ravel())
         is_start[:-1] = store.starts_word(origins.clip(0, len(store) - 1), input_ids) | ~is_text
         is_start[cu_seqlens[:-1] + 1] = is_start[edges[1::2]] = True
     word = np.flatnonzero(is_text & is_start[:-1])
+    if data.masking == "span":  # spans are what words are to the rest
+        is_first = starts_span(np.searchsorted(edges, word, side="right") - 1, streams)
+        is_start[word[~is_first]] = False
+        word = word[is_first]
     word_length = np.flatnonzero(is_text & is_start[1:]) - word + 1
     first_word = np.searchsorted(word, cu_seqlens)
     word_sequence = np.repeat(np.arange(n), np.diff(first_word))
@@ -217,6 +221,8 @@ def build_batch(
         np.repeat(streams[sequence], size),
         vocabulary["[MASK]"],
         vocabulary.ordinary,
+        data.mask_replace_prob,
+        data.random_replace_prob,
     )
     places = np.arange(total)
     arrays = (

@@ -149,9 +149,13 @@ class PairsConfig:
     objective: str = "nsp"
     """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
     masking: str = "whole_word"
-    """What is masked together: `whole_word`, or each `token` by itself."""
+    """What is masked together: a `whole_word`, a `span` of 1 to 10 words, or each `token` alone."""
     masked_lm_prob: float = 0.15
     """Share of the ordinary tokens that are predicted."""
+    mask_replace_prob: float = 0.8
+    """Share of the predicted words that become [MASK]."""
+    random_replace_prob: float = 0.1
+    """Share of the predicted words that become random pieces; the rest stay as they are."""
     max_predictions_per_seq: int | None = None
     """Most tokens that are predicted in a sequence; null: no bound."""
     short_seq_prob: float = 0.1
@@ -160,7 +164,12 @@ class PairsConfig:
     def validate(self) -> None:
         check(self.max_seq_length >= 8, f"data.max_seq_length {self.max_seq_length} is below 8")
         check_choice("data.objective", self.objective, ("nsp", "sop", "none"))
-        check_choice("data.masking", self.masking, ("whole_word", "token"))
+        check_choice("data.masking", self.masking, ("whole_word", "span", "token"))
+        shares = (self.mask_replace_prob, self.random_replace_prob)
+        check(min(shares) >= 0, "data.mask_replace_prob or data.random_replace_prob is below 0")
+        check(
+            sum(shares) <= 1, f"data.mask_replace_prob and random_replace_prob sum to {sum(shares)}"
+        )
         check(0 < self.masked_lm_prob < 1, "data.masked_lm_prob is not in (0, 1)")
         check(0 <= self.short_seq_prob < 1, "data.short_seq_prob is not in [0, 1)")
         bound = self.max_predictions_per_seq

@@ -12,7 +12,7 @@ import numpy as np
 from data_pipeline.hashing import below, draws
 
 HIGH24, LOW20 = np.uint64(0xFFFFFF << 40), np.uint64(0xFFFFF)
-MASKED, RANDOM = 0.8, 0.1  # shares of the chosen words; the rest stay as they are
+SPAN_P, LONGEST_SPAN = 0.2, 10  # of the geometric distribution of span lengths, in words
 
 
 def choose_words(
@@ -57,21 +57,49 @@ def choose_words(
     return np.flatnonzero(is_chosen)
 
 
+def starts_span(segment: np.ndarray, streams: np.ndarray) -> np.ndarray:
+    """Which words of each segment start a span, when spans are what is masked whole: bool (W,).
+
+    `segment` int64 (W,) ascending: segment of each word, 2 i and 2 i + 1 those of sequence i;
+    `streams` uint64 (B,). The segment is laid out in spans of 1 to 10 words, their lengths drawn
+    from a geometric distribution with p = 0.2 (SpanBERT, Joshi et al. 2019, 3.1), so that the spans
+    that `choose_words` takes are of those lengths and none crosses a [SEP].
+    """
+    numbers = np.arange(len(segment))
+    first = np.searchsorted(segment, segment)  # word that each word's segment starts with
+    counter = (segment % 2 + 1) * (1 << 40) + numbers - first
+    draw = draws(streams[segment // 2], counter) >> np.uint64(11)
+    share = np.cumsum((1 - SPAN_P) ** np.arange(LONGEST_SPAN))
+    length = 1 + np.searchsorted(share[:-1] / share[-1], draw * 2.0**-53, side="right")
+    before = np.cumsum(length) - length
+    start = first + before - before[first]
+    inside = start < np.searchsorted(segment, segment, side="right")
+    out = np.zeros(len(segment), bool)
+    out[start[inside]] = True
+    return out
+
+
 def replace_tokens(
-    labels: np.ndarray, word: np.ndarray, stream: np.ndarray, mask_id: int, ordinary: np.ndarray
+    labels: np.ndarray,
+    word: np.ndarray,
+    stream: np.ndarray,
+    mask_id: int,
+    ordinary: np.ndarray,
+    mask_share: float = 0.8,
+    random_share: float = 0.1,
 ) -> np.ndarray:
     """What stands in the place of the chosen tokens: int64 (M,).
 
     `labels` int64 (M,): the tokens themselves; `word` int64 (M,): number of the word of each, in
     its sequence; `stream` uint64 (M,): of its sequence; `ordinary` int64: the pieces that a random
-    one is drawn from.
+    one is drawn from; the shares are of words, and what they leave stays as it is.
     """
     fate = (draws(~stream, word) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    out = np.where(fate < MASKED, mask_id, labels)
+    out = np.where(fate < mask_share, mask_id, labels)
     starts = np.append(True, (word[1:] != word[:-1]) | (stream[1:] != stream[:-1]))
     place = np.arange(len(word))
     within = place - np.maximum.accumulate(np.where(starts, place, 0))
-    drawn = np.flatnonzero((fate >= MASKED) & (fate < MASKED + RANDOM))
+    drawn = np.flatnonzero((fate >= mask_share) & (fate < mask_share + random_share))
     counter = (word[drawn] + 1) * (1 << 20) + within[drawn]
     out[drawn] = ordinary[below(draws(~stream[drawn], counter), len(ordinary))]
     return out
