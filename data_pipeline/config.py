@@ -7,7 +7,6 @@ to `pretrain.config`, which adds them to the same dataclass.
 import difflib
 import re
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -16,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data_pipeline.errors import UserError
 
+MIN_VOCAB_SIZE = 16
 T = TypeVar("T")
 
 
@@ -136,7 +136,8 @@ class VocabConfig:
     """Share of the corpus's characters that the alphabet holds; words with others become [UNK]."""
 
     def validate(self) -> None:
-        check(self.size is None or self.size >= 16, f"vocab.size {self.size} is below 16")
+        smallest = f"vocab.size {self.size} is below {MIN_VOCAB_SIZE}"
+        check(self.size is None or self.size >= MIN_VOCAB_SIZE, smallest)
         check((self.size or 0) <= 1_000_000, f"vocab.size {self.size} is above 1,000,000")
         check(self.min_frequency >= 1, f"vocab.min_frequency {self.min_frequency} is below 1")
         check(0 < self.character_coverage <= 1, "vocab.character_coverage is not in (0, 1]")
@@ -275,7 +276,3 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
 def to_list(value: Any) -> list[str]:
     """A list of strings from one string or a list of them."""
     return [str(item) for item in ([value] if isinstance(value, str) else value or [])]
-
-
-def resolve(path: str) -> Path:
-    return Path(path).expanduser()

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from data_pipeline.config import VocabConfig
+from data_pipeline.config import MIN_VOCAB_SIZE, VocabConfig
 from data_pipeline.errors import UserError
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
@@ -100,9 +100,11 @@ def train_wordpiece(
     spelled = ["".join([chr(token.id) for token in model.tokenize(word)]) for word, _ in words]
     merge_pairs(spelled, [count for _, count in words], pieces, size, vocab.min_frequency)
     if len(pieces) < size:
+        smaller = f"set vocab.size={len(pieces)} or less, or "
+        cure = f"{smaller if len(pieces) >= MIN_VOCAB_SIZE else ''}add text"
         raise UserError(
             f"the corpus yields at most {len(pieces)} pieces ({len(counts)} distinct words), not "
-            f"vocab.size {size}; set vocab.size={len(pieces)} or less, or add text"
+            f"vocab.size {size}; {cure}"
         )
     names = (name for i in itertools.count() if (name := f"[unused{i}]") not in existing)
     return pieces + list(itertools.islice(names, -len(pieces) % MULTIPLE))

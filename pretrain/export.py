@@ -256,7 +256,10 @@ def main() -> None:
         checkpoint = newest_checkpoint(checkpoint / "checkpoints")
         check(checkpoint is not None, f"{args.source} has no sound checkpoint yet")
     elif fault := find_fault(checkpoint):
-        raise UserError(f"{checkpoint} is neither a run folder nor a sound checkpoint: {fault}")
+        raise UserError(
+            f"{checkpoint} is neither a run folder nor a sound checkpoint ({fault}); give a "
+            "run_dir or one of its checkpoints/step-*"
+        )
     config_path = checkpoint.parent.parent / "config.yaml"
     check(config_path.exists(), f"no {config_path}; keep a checkpoint in its run folder")
     config = OmegaConf.to_object(
