@@ -11,7 +11,6 @@ from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
 from data_pipeline.errors import UserError
 from data_pipeline.token_store import TokenStore, Vocabulary
-from pretrain.loss import pretraining_loss
 from pretrain.metrics import TALLY, tally, to_metrics
 
 SEED = 20181011  # of held-out pairs and masks, whatever the run's seed: runs can be compared
@@ -64,7 +63,6 @@ def evaluate(
     sums = torch.zeros(TALLY, dtype=torch.float64, device=accelerator.device)
     for batch in held_out.batches:
         batch = batch.to(accelerator.device)
-        logits = model(batch)
-        sums += tally(pretraining_loss(*logits, batch), *logits, batch)
+        sums += tally(*model(batch), batch)
     model.train()
     return to_metrics(accelerator.reduce(sums), "eval", held_out.objective) | held_out.baselines

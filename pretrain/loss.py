@@ -1,19 +1,83 @@
 """model -> **loss** -> optimizer: sums, never means, so that any way of dividing a step gives the
-same gradient."""
+same gradient.
 
+The scores of the whole vocabulary at M masked positions are the largest tensor of a step: they are
+made for some rows at a time and gone again, their gradient being known as soon as they are.
+"""
+
+from collections.abc import Iterator
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_pipeline.batches import Batch
+CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # scores that are in memory at once
 
 
-def pretraining_loss(mlm_logits: Tensor, nsp_logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(MLM, NSP) cross-entropies of a micro-batch, summed, in nats and float32.
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")` in nats, and how many
+    labels had the highest score (be it with others); both scalars, of no rows 0.
 
-    The caller divides them by the masked tokens and the pairs of the whole step. Without masked
-    tokens: 0.
+    x (M, D), weight (V, D), bias (V,), labels int64 (M,). Under autocast the products are of its
+    type; the loss is float32 at least, and the loss alone has a gradient.
     """
-    return (
-        F.cross_entropy(mlm_logits.float(), batch.masked_labels, reduction="sum"),
-        F.cross_entropy(nsp_logits.float(), batch.next_sentence_label, reduction="sum"),
-    )
+    return LinearCrossEntropy.apply(x, weight, bias, labels)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor):
+        needs_grad = any(ctx.needs_input_grad)
+        loss, right = x.new_zeros((), dtype=sum_type(x)), labels.new_zeros(())
+        if needs_grad:
+            grads = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
+        for rows, few, scores, matrix in chunks(x, weight, bias):
+            label = labels[rows, None]
+            wanted = scores.gather(1, label)
+            highest = scores.amax(1, keepdim=True)
+            right += (wanted == highest).sum()
+            total = scores.sub_(highest).exp_().sum(1, keepdim=True)
+            loss += (total.log() + highest - wanted).sum()
+            if needs_grad:  # of the sum of losses to the scores: the probabilities, less the truth
+                scores.div_(total).scatter_add_(1, label, -torch.ones_like(wanted))
+                grads[2].add_(scores.sum(0))
+                scores = scores.to(matrix.dtype)
+                grads[0][rows] = scores @ matrix
+                grads[1].add_(scores.t() @ few)
+        if needs_grad:
+            ctx.grads = grads
+        ctx.mark_non_differentiable(right)
+        return loss, right
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor, _):
+        grads, ctx.grads = ctx.grads, None
+        return *(grad.mul_(grad_loss) for grad in grads), None
+
+
+def chunks(
+    x: Tensor, weight: Tensor, bias: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """(rows, x of the rows, their scores, weight): x and weight in the type of autocast, scores in
+    float32 at least."""
+    device, kind = x.device.type, x.dtype
+    if torch.is_autocast_enabled(device):
+        kind = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        x, weight, bias = x.to(kind), weight.to(kind), bias.to(kind)
+        size = max(CHUNK.get(device, CHUNK["cuda"]) // len(weight), 1)
+        for start in range(0, len(x), size):
+            rows = slice(start, start + size)
+            yield rows, x[rows], F.linear(x[rows], weight, bias).to(sum_type(x)), weight
+
+
+def sum_type(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def next_sentence_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of (B, 2) scores of pairs: summed cross-entropy in nats, and how many are right."""
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    return loss, (logits.argmax(-1) == labels).sum()

@@ -12,18 +12,11 @@ from data_pipeline.batches import Batch
 TALLY = 6  # MLM loss, NSP loss, MLM right, NSP right, masked tokens, pairs
 
 
-def tally(
-    losses: tuple[Tensor, Tensor], mlm_logits: Tensor, nsp_logits: Tensor, batch: Batch
-) -> Tensor:
-    """The sums of a batch, to be added to those of others: float64 (TALLY,)."""
-    values = [
-        *(loss.detach() for loss in losses),
-        (mlm_logits.argmax(-1) == batch.masked_labels).sum(),
-        (nsp_logits.argmax(-1) == batch.next_sentence_label).sum(),
-    ]
-    counts = [len(batch.masked_labels), len(batch.next_sentence_label)]
-    sums = torch.stack([value.double() for value in values])
-    return torch.cat([sums, sums.new_tensor(counts)])
+def tally(losses: Tensor, right: Tensor, batch: Batch) -> Tensor:
+    """The sums of a batch, from what the model says of it, to be added to those of others: float64
+    (TALLY,)."""
+    counts = losses.new_tensor([len(batch.masked_labels), len(batch.next_sentence_label)])
+    return torch.cat([t.detach().double() for t in (losses, right, counts)])
 
 
 def to_metrics(sums: Tensor, prefix: str, objective: str) -> dict[str, float]:

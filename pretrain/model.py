@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from data_pipeline.batches import Batch
 from pretrain.config import ModelConfig
+from pretrain.loss import linear_cross_entropy, next_sentence_loss
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -49,34 +50,50 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
         self.out = nn.Linear(size, size)
 
-    def forward(self, x: Tensor, padding: "Padding") -> Tensor:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
         # three parameters, which Muon must see apart, in one product
         three = (self.query, self.key, self.value)
         weight, bias = torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])
-        qkv = padding.pad(F.linear(x, weight, bias))  # (B, S, 3D)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, D/H)
-        dropout = self.dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, padding.mask, dropout)
-        return self.out(padding.unpad(x.transpose(1, 2).flatten(2)))  # (T, D)
+        qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, D/H)
+        x = attend(qkv, batch, self.dropout if self.training else 0.0)
+        return self.out(x.flatten(1))  # (T, D)
 
 
-class Padding:
-    """The way from tokens laid end to end (T, ...) to rows (B, S, ...) and back, for attention
-    alone."""
+def attend(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
+    """Attention within each sequence: (T, 3, H, D/H) -> (T, H, D/H)."""
+    if qkv.device.type == "cpu":
+        return attend_each(qkv, batch, dropout)
+    if dropout or qkv.dtype not in (torch.bfloat16, torch.float16) or qkv.shape[-1] % 8:
+        return attend_padded(qkv, batch, dropout)  # what the kernel below cannot do
+    from torch.nn.attention.varlen import varlen_attn
 
-    def __init__(self, batch: Batch):
-        self.shape = (len(batch.cu_seqlens) - 1, batch.max_length)
-        self.places = batch.sequence_ids * batch.max_length + batch.position_ids  # (T,)
-        lengths = batch.cu_seqlens.diff()
-        columns = torch.arange(batch.max_length, device=lengths.device)
-        self.mask = (columns < lengths[:, None])[:, None, None]  # (B, 1, 1, S): real keys
+    longest = -(-batch.max_length // 128) * 128  # an upper bound, of which there are few
+    cu_seqlens = batch.cu_seqlens.int()
+    return varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, longest, longest)
 
-    def pad(self, x: Tensor) -> Tensor:
-        rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
-        return rows.index_copy(0, self.places, x).view(*self.shape, *x.shape[1:])
 
-    def unpad(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, self.places)
+def attend_each(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
+    """One sequence after the other: for a CPU twice as fast as its kernels, and no padding."""
+    lengths = batch.cu_seqlens.diff().tolist()
+    out = []
+    with torch.autocast("cpu", enabled=False):  # softmax would go to float32 and back
+        for some in qkv.split(lengths):
+            q, k, v = some.permute(1, 2, 0, 3)  # (H, S, D/H)
+            weights = (q * q.shape[-1] ** -0.5 @ k.transpose(1, 2)).softmax(-1)
+            out.append((F.dropout(weights, dropout) @ v).transpose(0, 1))
+    return torch.cat(out)
+
+
+def attend_padded(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
+    """In rows of the longest sequence, the keys beyond the end of each masked."""
+    size, longest = len(batch.cu_seqlens) - 1, batch.max_length
+    places = batch.sequence_ids * longest + batch.position_ids  # (T,)
+    rows = qkv.new_zeros(size * longest, *qkv.shape[1:]).index_copy(0, places, qkv)
+    q, k, v = rows.view(size, longest, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)  # (B, H, S, D/H)
+    columns = torch.arange(longest, device=qkv.device)
+    is_key = (columns < batch.cu_seqlens.diff()[:, None])[:, None, None]  # (B, 1, 1, S)
+    out = F.scaled_dot_product_attention(q, k, v, is_key, dropout)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
 class Layer(nn.Module):
@@ -92,13 +109,13 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor, padding: Padding) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, padding)))
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, batch)))
         return self.norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # (T, D)
 
 
 class MaskedLMHead(nn.Module):
-    """Scores of the vocabulary at the masked positions; the decoder is the word embeddings."""
+    """Hidden states at the masked positions -> what the decoder, the word embeddings, scores."""
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
@@ -107,15 +124,12 @@ class MaskedLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor, word_embeddings: Tensor) -> Tensor:
-        return F.linear(self.norm(self.activation(self.dense(x))), word_embeddings, self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))  # (M, D)
 
 
 class BertForPreTraining(nn.Module):
-    """BERT with both heads: `forward(batch)` -> (MLM logits (M, V), NSP logits (B, 2)).
-
-    Of the NSP logits, 0 says that B follows A and 1 that it is random.
-    """
+    """BERT with both heads. Of the NSP logits, 0 says that B follows A and 1 that it is random."""
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
@@ -138,14 +152,29 @@ class BertForPreTraining(nn.Module):
 
     def encode(self, batch: Batch) -> Tensor:
         """The last hidden state of every token: (T, D)."""
-        padding = Padding(batch)
         x = self.embeddings(batch)
         for layer in self.layers:
-            x = layer(x, padding)
+            x = layer(x, batch)
         return x
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def heads(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(what the decoder scores (M, D), NSP logits (B, 2))."""
         x = self.encode(batch)
-        mlm_logits = self.mlm(x[batch.masked_positions], self.embeddings.word.weight)
-        pooled = torch.tanh(self.pooler(x[batch.cu_seqlens[:-1]]))  # (B, D), of each [CLS]
-        return mlm_logits, self.nsp(pooled)
+        pooled = torch.tanh(
+            self.pooler(x.index_select(0, batch.cu_seqlens[:-1]))
+        )  # (B, D), of each [CLS]
+        return self.mlm(x.index_select(0, batch.masked_positions)), self.nsp(pooled)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(losses float (2,), right int64 (2,)), MLM and NSP: cross-entropies summed, in nats, and
+        how many masked tokens and pairs are told right."""
+        x, nsp_logits = self.heads(batch)
+        weight, bias = self.embeddings.word.weight, self.mlm.bias
+        mlm = linear_cross_entropy(x, weight, bias, batch.masked_labels)
+        nsp = next_sentence_loss(nsp_logits, batch.next_sentence_label)
+        return torch.stack([mlm[0], nsp[0]]), torch.stack([mlm[1], nsp[1]])
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(MLM logits (M, V), NSP logits (B, 2))."""
+        x, nsp_logits = self.heads(batch)
+        return F.linear(x, self.embeddings.word.weight, self.mlm.bias), nsp_logits

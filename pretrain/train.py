@@ -20,7 +20,6 @@ from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, 
 from pretrain.config import Config
 from pretrain.evaluate import evaluate
 from pretrain.export import export_checkpoint
-from pretrain.loss import pretraining_loss
 from pretrain.metrics import Clock, tally, to_metrics
 from pretrain.model import BertForPreTraining
 from pretrain.optim import build_optimizers, learning_rate
@@ -90,14 +89,13 @@ def train(config: Config) -> None:
             torch.manual_seed(dropout_seed(config.seed, step, rank * len(micro_batches) + i))
             last = i == len(micro_batches) - 1
             with nullcontext() if last else accelerator.no_sync(model):
-                logits = model(batch)
-                losses = pretraining_loss(*logits, batch)
+                losses, right = model(batch)
                 # by the counts of the whole step: however it is divided, it has one gradient
                 loss = losses[0] / masked
                 if config.data.objective != "none":
                     loss = loss + losses[1] / settings.global_batch_size
                 accelerator.backward(loss * world_size)  # DDP averages over processes
-            sums += tally(losses, *logits, batch)
+            sums += tally(losses, right, batch)
         grad_norm = accelerator.clip_grad_norm_(
             bare.parameters(), settings.max_grad_norm or math.inf
         )

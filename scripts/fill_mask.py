@@ -36,7 +36,7 @@ def fill_mask(
         ids, types, torch.arange(len(ids)), zeros, ends, masked, ids[masked], zeros[:1], len(ids)
     )
     with torch.no_grad():
-        probabilities = model(batch)[0].softmax(-1)
+        probabilities = model.logits(batch)[0].softmax(-1)
     best = probabilities.topk(k)
     return [
         [(tokenizer.id_to_token(i), p) for i, p in zip(row, values, strict=True)]

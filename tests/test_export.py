@@ -206,7 +206,7 @@ def test_transformers_gives_the_same_logits_on_real_pairs(exported, model, store
     assert torch.equal(peer.cls.predictions.decoder.bias, model.mlm.bias)
     batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 6)
     with torch.no_grad():
-        mlm_logits, nsp_logits = model(batch)
+        mlm_logits, nsp_logits = model.logits(batch)
         out = peer(**batch.padded())
     rows = out.prediction_logits[batch.sequence_ids, batch.position_ids][batch.masked_positions]
     assert (rows - mlm_logits).abs().max() <= 1e-5

@@ -14,8 +14,7 @@ from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
 from pretrain.config import ModelConfig
 from pretrain.export import hf_config, to_hf
-from pretrain.loss import pretraining_loss
-from pretrain.model import BertForPreTraining
+from pretrain.model import BertForPreTraining, attend_each, attend_padded
 
 TINY = ModelConfig(
     hidden_size=32,
@@ -74,7 +73,7 @@ def build_peer(model: BertForPreTraining, attention: str) -> nn.Module:
 
 
 def mean_loss(model: BertForPreTraining, batch: Batch) -> torch.Tensor:
-    mlm, nsp = pretraining_loss(*model(batch), batch)
+    mlm, nsp = model(batch)[0]
     return mlm / len(batch.masked_labels) + nsp / len(batch.next_sentence_label)
 
 
@@ -123,7 +122,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(
 
     out = peer(**batch.padded())
     rows = out.prediction_logits[batch.sequence_ids, batch.position_ids]
-    mlm_logits, nsp_logits = model(batch)
+    mlm_logits, nsp_logits = model.logits(batch)
     assert_close(mlm_logits, rows[batch.masked_positions], "MLM logits")
     assert_close(nsp_logits, out.seq_relationship_logits, "NSP logits")
     loss = mean_loss(model, batch)
@@ -143,11 +142,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(
 def test_one_step_of_the_loss_the_loop_uses_is_the_sum_over_tokens(batch, vocabulary) -> None:
     """Sums of two halves are the sum of the whole: no mean hides in the loss."""
     model = build(TINY, len(vocabulary)).eval()
-    whole = pretraining_loss(*model(batch), batch)
-    parts = [one_sequence(batch, i) for i in range(8)]
-    parts = [pretraining_loss(*model(part), part) for part in parts]
-    for i in range(2):
-        torch.testing.assert_close(sum(part[i] for part in parts), whole[i], rtol=1e-5, atol=1e-4)
+    losses, right = model(batch)
+    parts = [model(one_sequence(batch, i)) for i in range(8)]
+    torch.testing.assert_close(sum(part[0] for part in parts), losses, rtol=1e-5, atol=1e-4)
+    assert torch.equal(sum(part[1] for part in parts), right)
 
 
 def test_the_padded_batch_holds_every_token_and_no_other(batch) -> None:
@@ -207,10 +205,10 @@ def test_initializer_range_is_the_standard_deviation() -> None:
 
 def test_a_sequence_alone_gives_what_it_gives_in_a_batch(batch, vocabulary) -> None:
     model = build(TINY, len(vocabulary)).eval()
-    mlm_logits, nsp_logits = model(batch)
+    mlm_logits, nsp_logits = model.logits(batch)
     sequence = batch.sequence_ids[batch.masked_positions]
     for number in range(8):
-        mlm, nsp = model(one_sequence(batch, number))
+        mlm, nsp = model.logits(one_sequence(batch, number))
         assert_close(mlm, mlm_logits[sequence == number], f"MLM logits of sequence {number}")
         assert_close(nsp[0], nsp_logits[number], f"NSP logits of sequence {number}")
 
@@ -272,9 +270,8 @@ def test_without_masked_positions_the_mlm_loss_is_zero_and_gradients_are_finite(
 ) -> None:
     model = build(TINY, len(vocabulary)).train()
     batch = without_masks(batch)
-    mlm_logits, nsp_logits = model(batch)
-    assert mlm_logits.shape == (0, len(vocabulary))
-    mlm, nsp = pretraining_loss(mlm_logits, nsp_logits, batch)
+    assert model.logits(batch)[0].shape == (0, len(vocabulary))
+    (mlm, nsp), _ = model(batch)
     assert mlm.item() == 0 and nsp.item() > 0
     (mlm + nsp).backward()
     for name, p in model.named_parameters():
@@ -296,7 +293,7 @@ def test_no_linear_layer_computes_on_padding(batch, vocabulary, monkeypatch) -> 
         return linear(x, *others)
 
     monkeypatch.setattr(nn.functional, "linear", counted)
-    mlm_logits, _ = model(batch)
+    mlm_logits, _ = model.logits(batch)
     tokens, sequences = len(batch.input_ids), len(batch.next_sentence_label)
     masked = len(batch.masked_labels)
     assert tokens < sequences * batch.max_length and masked < tokens
@@ -304,3 +301,23 @@ def test_no_linear_layer_computes_on_padding(batch, vocabulary, monkeypatch) -> 
     wanted = [tokens] * 4 * TINY.num_hidden_layers + [masked] * 2 + [sequences] * 2
     assert sorted(rows) == sorted(wanted)
     assert mlm_logits.shape == (masked, len(vocabulary))
+
+
+# ---------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_attention_one_by_one_is_attention_in_padded_rows(dropout, batch) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(len(batch.input_ids), 3, 2, 16, requires_grad=True)
+    found = [attend(qkv, batch, dropout) for attend in (attend_each, attend_padded)]
+    if dropout == 0:
+        assert_close(found[0], found[1], "attention")
+        grads = [torch.autograd.grad(out.square().sum(), qkv)[0] for out in found]
+        assert_close(grads[0], grads[1], "gradient")
+    else:  # other draws, the same mean
+        for attend in (attend_each, attend_padded):
+            mean = torch.stack([attend(qkv, batch, dropout) for _ in range(400)]).mean(0)
+            error = mean - attend(qkv, batch, 0.0)
+            assert error.abs().mean() < 0.05 and error.mean().abs() < 2e-3
+            assert not torch.equal(attend(qkv, batch, dropout), attend(qkv, batch, dropout))

@@ -9,7 +9,6 @@ import torch
 from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.loss import pretraining_loss
 from pretrain.metrics import TALLY, tally, to_metrics
 from pretrain.model import BertForPreTraining
 from pretrain.optim import build_optimizers, learning_rate
@@ -152,39 +151,36 @@ def test_a_step_of_muon_moves_every_matrix_by_about_one_learning_rate_an_entry()
 # ------------------------------------------------------------------------------------ metrics
 
 
-def plain_sums(mlm_logits, nsp_logits, batch: Batch) -> list[float]:
-    """The six sums, one example at a time in Python's own floats."""
-    sums = [0.0] * TALLY
-    for i, (logits, labels) in enumerate(
-        ((mlm_logits, batch.masked_labels), (nsp_logits, batch.next_sentence_label))
-    ):
-        for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
-            top = max(row)
-            sums[i] += top + math.log(sum(math.exp(x - top) for x in row)) - row[label]
-            sums[i + 2] += row.index(top) == label
-            sums[i + 4] += 1
-    return sums
-
-
-def logits_and_batches(store) -> list[tuple[torch.Tensor, torch.Tensor, Batch]]:
-    """Two batches of the real store with logits that are right about every third time."""
-    generator = torch.Generator().manual_seed(0)
-    source, out = BatchSource(store, PairsConfig(max_seq_length=64), seed=0), []
-    for start, count in ((0, 6), (6, 4)):
-        batch = source.batch(start, count)
-        mlm = torch.randn(len(batch.masked_labels), len(store.vocabulary), generator=generator)
-        right = torch.arange(0, len(mlm), 3)
-        mlm[right, batch.masked_labels[right]] += 9.0
-        out.append((mlm, torch.randn(count, 2, generator=generator), batch))
-    return out
+def plain_sums(scores, labels) -> tuple[float, int]:
+    """Summed cross-entropy and right ones, one row at a time in Python's own floats."""
+    loss, right = 0.0, 0
+    for row, label in zip(scores.tolist(), labels.tolist(), strict=True):
+        top = max(row)
+        loss += top + math.log(sum(math.exp(x - top) for x in row)) - row[label]
+        right += row.index(top) == label
+    return loss, right
 
 
 def test_tallies_of_several_batches_add_up_to_means_over_tokens_and_pairs(store) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64
+    )
+    model = BertForPreTraining(replace(config, initializer_range=0.3), len(store.vocabulary)).eval()
+    source = BatchSource(store, PairsConfig(max_seq_length=64), seed=0)
     sums, wanted = torch.zeros(TALLY, dtype=torch.float64), [0.0] * TALLY
-    for mlm, nsp, batch in logits_and_batches(store):
-        sums += tally(pretraining_loss(mlm, nsp, batch), mlm, nsp, batch)
-        plain = plain_sums(mlm, nsp, batch)
-        wanted = [a + b for a, b in zip(wanted, plain, strict=True)]
+    for start, count in ((0, 6), (6, 4)):
+        batch = source.batch(start, count)
+        mlm, nsp = model.logits(batch)
+        for i in range(0, len(mlm), 3):  # every third is right
+            batch.masked_labels[i] = mlm[i].argmax()
+        sums += tally(*model(batch), batch)
+        for i, (scores, labels) in enumerate(
+            ((mlm, batch.masked_labels), (nsp, batch.next_sentence_label))
+        ):
+            loss, right = plain_sums(scores, labels)
+            for place, value in ((i, loss), (i + 2, right), (i + 4, len(labels))):
+                wanted[place] += value
     assert sums.dtype == torch.float64
     assert sums.tolist() == pytest.approx(wanted, rel=1e-5)
     mlm, nsp, mlm_right, nsp_right, masked, pairs = wanted
@@ -216,8 +212,6 @@ def test_without_masked_tokens_the_metrics_are_zero_and_not_nan() -> None:
 
 
 def test_a_tally_keeps_no_graph() -> None:
-    logits = torch.zeros(1, 8, requires_grad=True)
-    pair = torch.zeros(1, 2, requires_grad=True)
+    losses, right = torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.int64)
     one = torch.ones(1, dtype=torch.int64)
-    batch = Batch(one, one, one, one, one, one, one, one, 1)
-    assert not tally(pretraining_loss(logits, pair, batch), logits, pair, batch).requires_grad
+    assert not tally(losses, right, Batch(one, one, one, one, one, one, one, one, 1)).requires_grad

@@ -1,0 +1,91 @@
+"""Cross-entropy in chunks is cross-entropy, and the scores of all rows are never there at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain import loss
+from pretrain.loss import linear_cross_entropy
+
+ROWS, SIZE, VOCAB = 37, 24, 301
+
+
+def inputs(rows: int = ROWS, kind: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, SIZE, generator=generator, dtype=kind)
+    weight = torch.randn(VOCAB, SIZE, generator=generator, dtype=kind)
+    bias = torch.randn(VOCAB, generator=generator, dtype=kind)
+    labels = torch.randint(VOCAB, (rows,), generator=generator)
+    labels[::3] = F.linear(x, weight, bias)[::3].argmax(1)  # every third is right
+    return *(t.requires_grad_() for t in (x, weight, bias)), labels
+
+
+def plain(x, weight, bias, labels):
+    scores = F.linear(x, weight, bias).float()
+    return F.cross_entropy(scores, labels, reduction="sum"), (scores.argmax(1) == labels).sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 10 * VOCAB, ROWS * VOCAB, 1 << 23])
+def test_loss_gradients_and_right_ones_are_those_of_torch_whatever_the_chunk(
+    chunk, monkeypatch
+) -> None:
+    monkeypatch.setitem(loss.CHUNK, "cpu", chunk)
+    tensors = inputs()
+    found, right = linear_cross_entropy(*tensors)
+    scores = F.linear(*tensors[:3])
+    wanted = F.cross_entropy(scores, tensors[3], reduction="sum")
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    assert right == (scores.argmax(1) == tensors[3]).sum() >= ROWS // 3
+    grads = torch.autograd.grad(found / 7, tensors[:3])
+    for a, b in zip(grads, torch.autograd.grad(wanted / 7, tensors[:3]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_in_bf16_the_loss_is_summed_in_float32_and_close(monkeypatch) -> None:
+    monkeypatch.setitem(loss.CHUNK, "cpu", 10 * VOCAB)
+    tensors = inputs(kind=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, right = linear_cross_entropy(*tensors)
+        wanted, wanted_right = plain(*tensors)
+    assert found.dtype == torch.float32
+    assert wanted_right <= right <= wanted_right + 2  # ties, which bf16 makes, count as right
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
+    grads = torch.autograd.grad(found, tensors[:3])
+    for a, b in zip(grads, torch.autograd.grad(wanted, tensors[:3]), strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 1e-2 * b.norm()
+
+
+def test_extreme_scores_do_not_overflow() -> None:
+    x, weight, bias, labels = inputs(kind=torch.float32)
+    found, _ = linear_cross_entropy(x * 1e4, weight, bias, labels)
+    wanted, _ = plain(x * 1e4, weight, bias, labels)
+    torch.testing.assert_close(found, wanted)
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(found, (x, weight, bias)))
+
+
+def test_of_no_rows_the_loss_is_zero_and_so_are_the_gradients() -> None:
+    tensors = inputs(rows=0)
+    found, right = linear_cross_entropy(*tensors)
+    assert found == right == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(found, tensors[:3]))
+
+
+def test_the_scores_of_all_rows_are_never_in_memory_at_once(monkeypatch) -> None:
+    monkeypatch.setitem(loss.CHUNK, "cpu", 5 * VOCAB)
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(
+                t.numel() for t in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(t)
+            )
+            return out
+
+    tensors = inputs()
+    with Sizes():
+        linear_cross_entropy(*tensors)[0].backward()
+    assert max(sizes) == VOCAB * SIZE  # the weight's gradient
+    assert 5 * VOCAB in sizes and ROWS * VOCAB > VOCAB * SIZE
