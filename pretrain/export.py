@@ -94,6 +94,7 @@ def export(model: BertForPreTraining, vocab_dir: Path, out_dir: Path, card: str)
 
 
 def hf_config(config: ModelConfig, vocab_size: int) -> dict:
+    """The `config.json` of a model: BertConfig's names and values."""
     settings = asdict(config)
     settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
     return settings | {

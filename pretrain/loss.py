@@ -23,13 +23,12 @@ def linear_cross_entropy(
     x (M, D), weight (V, D), bias (V,), labels int64 (M,). Under autocast the products are of its
     type; the loss is float32 at least, and the loss alone has a gradient.
     """
-    return LinearCrossEntropy.apply(x, weight, bias, labels)
+    return LinearCrossEntropy.apply(x, weight, bias, labels, torch.is_grad_enabled())
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor):
-        needs_grad = any(ctx.needs_input_grad)
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, needs_grad: bool):
         loss, right = x.new_zeros((), dtype=sum_type(x)), labels.new_zeros(())
         if needs_grad:
             grads = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
@@ -54,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor, _):
         grads, ctx.grads = ctx.grads, None
-        return *(grad.mul_(grad_loss) for grad in grads), None
+        return *(grad.mul_(grad_loss) for grad in grads), None, None
 
 
 def chunks(

@@ -1,5 +1,8 @@
 """Numbers about training: losses and accuracies from sums over any number of batches, and speed."""
 
+import re
+import resource
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,7 +11,10 @@ import torch
 from torch import Tensor
 
 from data_pipeline.batches import Batch
+from pretrain.config import ModelConfig
 
+# dense bf16 operations a second, from NVIDIA's data sheets
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 TALLY = 6  # MLM loss, NSP loss, MLM right, NSP right, masked tokens, pairs
 
 
@@ -30,24 +36,52 @@ def to_metrics(sums: Tensor, prefix: str, objective: str) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
-class Clock:
-    """Tokens and sequences a second of all processes, and the share of time spent waiting for
-    data."""
+def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
+    """Floating-point operations that training on a batch needs, backward included: two for each
+    product of a matrix multiplication, and the backward pass twice the forward's. Real tokens,
+    masked positions and pairs only; dropout, norms and activations are not counted.
+    """
+    size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
+    lengths = batch.cu_seqlens.diff()
+    attention = 2 * size * int((lengths * lengths).sum())  # each token with each of its sequence
+    layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
+    heads = len(batch.masked_labels) * size * (size + vocab_size) + len(lengths) * size * (size + 2)
+    return 3 * 2 * (model.num_hidden_layers * layer + heads)
 
-    def __init__(self, world_size: int):
-        self.world_size = world_size
+
+def peak_flops(device: torch.device) -> float | None:
+    """What MFU is a share of: the card's dense bf16 operations a second; None if unknown."""
+    if device.type != "cuda":
+        return None
+    words = re.findall(r"\w+", torch.cuda.get_device_name(device))  # NVIDIA A100-SXM4-80GB
+    return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
+
+
+class Clock:
+    """Real tokens, sequences and operations a second of all processes, and the share of time spent
+    waiting for data.
+
+    MFU is `count_flops` a second, divided by `peak_flops` of the cards (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B).
+    """
+
+    def __init__(self, world_size: int, peak: float | None = None):
+        self.world_size, self.peak = world_size, peak
         self.reset()
 
     def reset(self) -> None:
-        self.started, self.waited, self.tokens, self.sequences = time.perf_counter(), 0.0, 0, 0
+        self.started, self.waited = time.perf_counter(), 0.0
+        self.tokens = self.sequences = self.flops = 0
 
-    def waiting(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
-        """`steps`, with the wait for each and what is in it added up."""
+    def waiting(self, steps: Iterable[tuple[list[Batch], int]]) -> Iterator[list[Batch]]:
+        """The batches of `steps`, which come with their operations; the wait for each and what is
+        in it are added up."""
         steps, asked = iter(steps), time.perf_counter()
-        for batches in steps:
+        for batches, flops in steps:
             self.waited += time.perf_counter() - asked
             self.tokens += sum(len(batch.input_ids) for batch in batches)
             self.sequences += sum(len(batch.next_sentence_label) for batch in batches)
+            self.flops += flops
             yield batches
             asked = time.perf_counter()
 
@@ -64,7 +98,19 @@ class Clock:
         rates = {
             "perf/tokens_per_second": self.tokens * self.world_size / seconds,
             "perf/sequences_per_second": self.sequences * self.world_size / seconds,
+            "perf/tflops": 1e-12 * self.flops * self.world_size / seconds,
             "perf/data_wait": self.waited / seconds,
+            "perf/memory_gb": peak_memory() / 1e9,
         }
+        if self.peak:
+            rates["perf/mfu"] = self.flops / seconds / self.peak
         self.reset()
         return rates
+
+
+def peak_memory() -> int:
+    """Most bytes that this process has held at once: of its card, or without one of the machine."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    scale = 1 if sys.platform == "darwin" else 1024
+    return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -150,6 +150,12 @@ class BertForPreTraining(nn.Module):
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
 
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Fuse what surrounds the matrix products: one graph serves all layers and any number of
+        tokens."""
+        for layer in self.layers:
+            layer.compile(dynamic=True, backend=backend)
+
     def encode(self, batch: Batch) -> Tensor:
         """The last hidden state of every token: (T, D)."""
         x = self.embeddings(batch)

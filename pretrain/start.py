@@ -4,6 +4,7 @@ from."""
 import fcntl
 import json
 import os
+import platform
 import socket
 from dataclasses import asdict
 from datetime import timedelta
@@ -42,6 +43,10 @@ def build_accelerator(settings: TrainConfig) -> Accelerator:
     if launched:
         die_with_parent(os.getppid())
     cuda = torch.cuda.is_available()
+    if not cuda and platform.machine() == "x86_64" and not torch.cpu._is_amx_tile_supported():
+        # float32 products by oneDNN instead of MKL, 1.1 to 1.3 x as fast on AMD and as exact; other
+        # CPUs would take bf16 products, which `precision: bf16` asks for
+        torch.set_float32_matmul_precision("medium")
     precision = settings.precision
     if precision == "auto":
         fast = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -81,6 +86,7 @@ def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) 
         f"vocabulary; set model.pad_token_id={pad}",
     )
     free = (
+        "compile",
         "log_every",
         "eval_every",
         "eval_examples",

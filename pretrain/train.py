@@ -20,7 +20,7 @@ from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, 
 from pretrain.config import Config
 from pretrain.evaluate import evaluate
 from pretrain.export import export_checkpoint
-from pretrain.metrics import Clock, tally, to_metrics
+from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
 from pretrain.model import BertForPreTraining
 from pretrain.optim import build_optimizers, learning_rate
 from pretrain.start import (
@@ -65,6 +65,8 @@ def train(config: Config) -> None:
         bare.nsp.requires_grad_(False)
     if checkpoint:
         load_model(checkpoint, bare)
+    if settings.compile or (settings.compile is None and device.type == "cuda"):
+        bare.compile_layers()
     model = accelerator.prepare(bare.to(device))
     optimizers = build_optimizers(bare, settings)
     if checkpoint:
@@ -77,9 +79,15 @@ def train(config: Config) -> None:
     # training loop
     steps = range(state["step"], settings.max_steps)
     share = (settings.global_batch_size, settings.micro_batch_size, rank, world_size)
-    batches = prefetch([b.to(device) for b in source.step(step, *share)] for step in steps)
+
+    def load(step: int) -> tuple[list[Batch], int]:
+        loaded = source.step(step, *share)
+        flops = sum(count_flops(batch, config.model, len(vocabulary)) for batch in loaded)
+        return [batch.to(device) for batch in loaded], flops
+
+    batches = prefetch(map(load, steps))
     window = torch.tensor(state["window"], dtype=torch.float64, device=device)
-    clock = Clock(world_size)
+    clock = Clock(world_size, peak_flops(device))
     bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
     model.train()
     for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):

@@ -1,6 +1,7 @@
 """Print the project's speed and size side by side with its peers':
 
-python scripts/benchmark.py {data,loader} [--config CONFIG] [--files FILE ...] [--runs N]
+python scripts/benchmark.py {data,loader,model} [--config CONFIG] [--files FILE ...] [--runs N]
+                            [--device cpu|cuda] [--sizes tiny ...] [--threads N]
 
 One JSON line a figure: `ratio` says how many times better ours is than the peer, `runs` how often
 each was measured, by turns and after a warm-up, `ours` and `peer` are medians, and `spread` is
@@ -26,6 +27,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+import bench_model
 import bench_peers
 import torch
 from omegaconf import OmegaConf
@@ -38,6 +40,7 @@ from data_pipeline.errors import UserError, run_command
 from data_pipeline.prepare import prepare
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import TokenStore, read_vocabulary
+from pretrain.metrics import count_flops, peak_flops
 
 ROOT = Path(__file__).parent.parent
 SAMPLE_BYTES = 2_000_000  # of the corpus, for peers that would take minutes for all of it
@@ -49,10 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("data", "loader"))
+    parser.add_argument("what", choices=("data", "loader", "model", "all"))
     parser.add_argument("--config", default=str(ROOT / "configs/quickstart.yaml"))
     parser.add_argument("--files", nargs="+", help="the corpus, instead of the config's")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of model")
+    parser.add_argument("--sizes", nargs="+", choices=bench_model.SIZES, help="of model")
+    parser.add_argument("--threads", type=int, default=1, help="of model on a CPU")
     args = parser.parse_args()
     config = load_config(DataConfig, args.config, others=("model", "train", "tracking"))
     if args.files:
@@ -60,7 +66,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         config = as_one_file(config, Path(folder))
-        (measure_data if args.what == "data" else measure_loader)(config, args.runs)
+        if args.what in ("data", "all"):
+            measure_data(config, args.runs)
+        if args.what in ("loader", "all"):
+            measure_loader(config, args.runs)
+        if args.what in ("model", "all"):
+            usual = {"cpu": ("tiny", "mini", "small"), "cuda": ("base", "large")}[args.device]
+            measure_model(config, args.sizes or usual, args.device, args.threads, args.runs)
 
 
 def as_one_file(config: DataConfig, folder: Path) -> DataConfig:
@@ -340,6 +352,85 @@ def batches(source: BatchSource, batch_size: int, tokens: int | None) -> Iterato
             tokens -= len(batch.input_ids)
             if tokens <= 0:
                 return
+
+
+# --- model: batches -> update ---------------------------------------------------------------------
+
+TARGETS = {  # (against the peer as its users run it, at its best) by size
+    "tiny": ("ratio >= 12", "ratio >= 7"),
+    "mini": ("ratio >= 6.5", "ratio >= 4"),
+    "small": ("ratio >= 4.5", "ratio >= 3"),
+}
+
+
+def measure_model(
+    config: DataConfig, sizes: tuple[str, ...], device: str, threads: int, runs: int
+) -> None:
+    """A training step against transformers' model, the best of ours against the best of theirs."""
+    with quiet():
+        prepare(config)
+    data_dir = Path(config.data_dir)
+    torch.set_num_threads(threads)
+    for size in sizes:
+        for length in (128, 512) if device == "cuda" else (128,):
+            compare_steps(data_dir, size, length, device, threads, runs)
+
+
+def compare_steps(
+    data_dir: Path, size: str, length: int, device: str, threads: int, runs: int
+) -> None:
+    cuda = device == "cuda"
+    task = bench_model.make_task(data_dir, size, length, bench_model.BATCH_SIZE[device], device)
+    steps = {
+        "ours bf16": bench_model.ours(task, bf16=True),
+        "peer bf16": bench_model.peer(task, bf16=True, tuned=False, compiled=cuda),
+        "peer bf16, tuned": bench_model.peer(task, bf16=True, tuned=True, compiled=cuda),
+    }
+    if not cuda:
+        steps["ours fp32"] = bench_model.ours(task, bf16=False)
+        steps["peer fp32"] = bench_model.peer(task, bf16=False, tuned=False)
+        steps["peer fp32, tuned"] = bench_model.peer(task, bf16=False, tuned=True)
+    found = bench_model.tokens_per_second(steps, runs, threads)
+
+    def best(*names: str) -> list[float]:
+        return max((found[name] for name in names if name in found), key=median)
+
+    what = f"training step of {size}, length {length}, against transformers "
+    simple, tuned = TARGETS.get(size, ("ratio >= 1.5", ""))
+    unit = f"tokens/s on {device}"
+    if not cuda:
+        show(what + "fp32", unit, simple, found["ours fp32"], found["peer fp32"], threads=threads)
+    show(what + "bf16", unit, "ratio > 1", found["ours bf16"], found["peer bf16"], threads=threads)
+    tuned_ones = [name for name in found if name.startswith("peer")]
+    show(
+        what + "at its best, ours at its best",
+        unit,
+        tuned,
+        best("ours bf16", "ours fp32"),
+        best(*tuned_ones),
+        threads=threads,
+    )
+    flops = sum(count_flops(b, task.model, len(task.vocabulary)) for b in task.batches)
+    each = flops / sum(len(batch.input_ids) for batch in task.batches)
+    tflops = [rate * each / 1e12 for rate in best("ours bf16", "ours fp32")]
+    show(f"speed of {size}, length {length}", "TFLOP/s", "", tflops, threads=threads)
+    peak = peak_flops(task.device)
+    if peak:
+        mfu = [value * 1e12 / peak for value in tflops]
+        show(f"MFU of {size}, length {length}", "share of the peak", "ours >= 0.5", mfu)
+    share = bench_model.padding_share(task)
+    show(f"padding in the arithmetic of {size}, length {length}", "share", "ours < 0.03", [share])
+    memory = (
+        [bench_model.memory_of(side, data_dir, size, length, device) / 1e9]
+        for side in ("ours", "peer")
+    )
+    show(
+        f"memory of a step of {size}, length {length}",
+        "GB",
+        "ratio >= 2",
+        *memory,
+        smaller_is_better=True,
+    )
 
 
 if __name__ == "__main__":

@@ -321,3 +321,30 @@ def test_attention_one_by_one_is_attention_in_padded_rows(dropout, batch) -> Non
             error = mean - attend(qkv, batch, 0.0)
             assert error.abs().mean() < 0.05 and error.mean().abs() < 2e-3
             assert not torch.equal(attend(qkv, batch, dropout), attend(qkv, batch, dropout))
+
+
+# -------------------------------------------------------------------------------- compilation
+
+
+def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
+    store, vocabulary, monkeypatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr("pretrain.model.attend", attend_padded)  # as on a GPU
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = (build(replace(TINY, num_hidden_layers=3), len(vocabulary)) for _ in "ab")
+    compiled.compile_layers(backend="aot_eager")
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    source = BatchSource(store, PairsConfig(max_seq_length=64, short_seq_prob=0.5), seed=3)
+    for size in (8, 5, 11, 3):
+        batch = source.batch(0, size)
+        (found, _), (wanted, _) = compiled(batch), plain(batch)
+        torch.testing.assert_close(found, wanted)
+        for model, losses in ((compiled, found), (plain, wanted)):
+            model.zero_grad()
+            losses.sum().backward()
+        for (name, a), b in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert counters["stats"]["unique_graphs"] == 1

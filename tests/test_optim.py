@@ -9,7 +9,7 @@ import torch
 from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.metrics import TALLY, tally, to_metrics
+from pretrain.metrics import TALLY, Clock, count_flops, tally, to_metrics
 from pretrain.model import BertForPreTraining
 from pretrain.optim import build_optimizers, learning_rate
 
@@ -215,3 +215,35 @@ def test_a_tally_keeps_no_graph() -> None:
     losses, right = torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.int64)
     one = torch.ones(1, dtype=torch.int64)
     assert not tally(losses, right, Batch(one, one, one, one, one, one, one, one, 1)).requires_grad
+
+
+# -------------------------------------------------------------------------------------- speed
+
+
+def test_counted_operations_are_those_that_the_step_does(store) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = replace(TINY, hidden_size=32, intermediate_size=48, attention_probs_dropout_prob=0.0)
+    model = BertForPreTraining(config, len(store.vocabulary))
+    batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 6)
+    with FlopCounterMode(display=False) as counter:
+        losses, _ = model(batch)
+        losses.sum().backward()
+    assert count_flops(batch, config, len(store.vocabulary)) == counter.get_total_flops()
+
+
+def test_speed_counts_real_tokens_of_all_processes_and_mfu_those_of_one_card() -> None:
+    clock = Clock(world_size=4, peak=1e6)
+    one = torch.ones(7, dtype=torch.int64)
+    batch = Batch(one, one, one, one, one, one, one, torch.ones(2), 1)
+    clock.started -= 10.0
+    assert list(clock.waiting([([batch, batch], 1000), ([batch], 500)])) == [
+        [batch, batch],
+        [batch],
+    ]
+    speed = clock.speed()
+    assert speed["perf/tokens_per_second"] == pytest.approx(21 * 4 / 10, rel=0.01)
+    assert speed["perf/sequences_per_second"] == pytest.approx(6 * 4 / 10, rel=0.01)
+    assert speed["perf/tflops"] == pytest.approx(1500 * 4 / 10 / 1e12, rel=0.01)
+    assert speed["perf/mfu"] == pytest.approx(1500 / 10 / 1e6, rel=0.01)
+    assert 1e7 < speed["perf/memory_gb"] * 1e9 < 1e12

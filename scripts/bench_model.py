@@ -1,0 +1,213 @@
+"""`benchmark.py model`: a training step against transformers' `BertForPreTraining`.
+
+Same weights, same examples, same dropout; the peer padded to the full length with AdamW under
+Accelerate, as its users set it up, and at its best simple setting: bf16, batches of similar length,
+fused AdamW, the faster matrix products.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.config import PairsConfig
+from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+from pretrain.config import ModelConfig, TrainConfig
+from pretrain.export import hf_config, to_hf
+from pretrain.metrics import count_flops
+from pretrain.model import BertForPreTraining
+from pretrain.optim import build_optimizers
+
+SIZES = {  # layers, hidden size
+    "tiny": (2, 128),
+    "mini": (4, 256),
+    "small": (4, 512),
+    "base": (12, 768),
+    "large": (24, 1024),
+}
+BATCH_SIZE = {"cpu": 32, "cuda": 256}
+POOL = 16  # batches that are made ready beforehand; the peer at its best sorts them by length
+Step = Callable[[], int]  # does a training step, returns its real tokens
+
+
+@dataclass
+class Task:
+    """What both sides do: a model of this size on these examples."""
+
+    model: ModelConfig
+    vocabulary: Vocabulary
+    batches: list[Batch]
+    device: torch.device
+
+
+def make_task(data_dir: Path, size: str, length: int, batch_size: int, device: str) -> Task:
+    layers, hidden = SIZES[size]
+    model = ModelConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64
+    )
+    vocabulary = read_vocabulary(data_dir / "vocab")
+    store = TokenStore(data_dir / "store", "train", vocabulary)
+    source = BatchSource(store, PairsConfig(max_seq_length=length), 0)
+    batches = [source.batch(i * batch_size, batch_size) for i in range(POOL)]
+    return Task(model, vocabulary, batches, torch.device(device))
+
+
+def ours(task: Task, bf16: bool) -> Step:
+    torch.manual_seed(0)
+    model = BertForPreTraining(task.model, len(task.vocabulary)).to(task.device)
+    optimizers = build_optimizers(model, TrainConfig())
+    batches = [batch.to(task.device) for batch in task.batches]
+    if task.device.type == "cuda":
+        model.compile_layers()
+    turn = iter(range(10**9))
+
+    def step() -> int:
+        torch.set_float32_matmul_precision("medium" if task.device.type == "cpu" else "high")
+        batch = batches[next(turn) % len(batches)]
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=bf16):
+            (mlm, nsp), _ = model(batch)
+        loss = mlm / len(batch.masked_labels) + nsp / len(batch.next_sentence_label)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return len(batch.input_ids)
+
+    return step
+
+
+def peer(task: Task, bf16: bool, tuned: bool, compiled: bool = False) -> Step:
+    from accelerate import Accelerator
+    from transformers import BertConfig
+    from transformers import BertForPreTraining as Peer
+
+    torch.manual_seed(0)
+    weights = to_hf(BertForPreTraining(task.model, len(task.vocabulary)).state_dict())
+    settings = hf_config(task.model, len(task.vocabulary))
+    model = Peer(BertConfig(**settings, attn_implementation="sdpa"))
+    model.load_state_dict(weights, strict=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=tuned or None)
+    accelerator = Accelerator(cpu=task.device.type == "cpu")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    run = torch.compile(model, dynamic=False) if compiled else model
+    batches = [padded(batch) for batch in task.batches]
+    if tuned:
+        batches = of_similar_length(batches)
+    batches = [{n: v.to(task.device) for n, v in batch.items()} for batch in batches]
+    tokens = [int(batch["attention_mask"].sum()) for batch in batches]
+    turn = iter(range(10**9))
+
+    def step() -> int:
+        faster = "medium" if task.device.type == "cpu" else "high"
+        torch.set_float32_matmul_precision(faster if tuned else "highest")
+        i = next(turn) % len(batches)
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=bf16):
+            loss = run(**batches[i]).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return tokens[i]
+
+    return step
+
+
+def padded(batch: Batch) -> dict[str, torch.Tensor]:
+    """To the length that every sequence may have, as the peer's data come."""
+    length = -(-batch.max_length // 128) * 128
+    rows = batch.padded()
+    fillers = {"labels": -100}
+    return {
+        name: torch.nn.functional.pad(v, (0, length - v.shape[1]), value=fillers.get(name, 0))
+        if v.dim() == 2
+        else v
+        for name, v in rows.items()
+    }
+
+
+def of_similar_length(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The same sequences sorted by length, batches cut to their longest and in mixed order."""
+    size = len(batches[0]["input_ids"])
+    whole = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+    lengths = whole["attention_mask"].sum(1)
+    out = []
+    for rows in lengths.argsort(stable=True).split(size):
+        longest = int(lengths[rows].max())
+        out.append({n: v[rows, :longest] if v.dim() == 2 else v[rows] for n, v in whole.items()})
+    mixed = torch.randperm(len(out), generator=torch.Generator().manual_seed(0))
+    return [out[i] for i in mixed]
+
+
+def tokens_per_second(steps: dict[str, Step], runs: int, threads: int) -> dict[str, list[float]]:
+    """Of each, by turns: CPU time on one thread, the clock on more or on a GPU."""
+    cuda = torch.cuda.is_available()
+    clock = time.process_time if threads == 1 and not cuda else time.perf_counter
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for run in range(runs + 1):
+        for name, step in steps.items():
+            if cuda:
+                torch.cuda.synchronize()
+            start, tokens = clock(), 0
+            for _ in range(4 if cuda else 1):
+                tokens += step()
+            if cuda:
+                torch.cuda.synchronize()
+            if run:  # the first is the warm-up
+                found[name].append(tokens / (clock() - start))
+    return found
+
+
+def padding_share(task: Task) -> float:
+    """The part of a step's multiplications that no real token, masked position or pair needs."""
+    model = BertForPreTraining(task.model, len(task.vocabulary)).to(task.device).eval()
+    batch = task.batches[0].to(task.device)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(batch)
+    needed = count_flops(task.batches[0], task.model, len(task.vocabulary)) / 3
+    return 1 - needed / counter.get_total_flops()
+
+
+def peak_memory(step: Step, device: torch.device, count: int = 4) -> int:
+    """Bytes at the highest point of some steps."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(count):
+        step()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_of(side: str, data_dir: Path, size: str, length: int, device: str) -> int:
+    """`peak_memory` of one side above what its process held before the model was built, in a
+    process of its own."""
+    command = [sys.executable, __file__, side, str(data_dir), size, str(length), device]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
+    return int(out.stdout.split()[-1])
+
+
+def main() -> None:
+    side, data_dir, size, length, device = sys.argv[1:]
+    import transformers  # noqa: F401  so that both start from the same
+
+    torch.set_num_threads(1)
+    cuda = device == "cuda"
+    task = make_task(Path(data_dir), size, int(length), BATCH_SIZE[device], device)
+    before = 0 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    step = ours(task, bf16=cuda) if side == "ours" else peer(task, bf16=cuda, tuned=False)
+    print(peak_memory(step, task.device) - before)
+
+
+if __name__ == "__main__":
+    main()
