@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data_pipeline.audit import CHINESE, LONG, audit_store, percent, pieces_name
 from data_pipeline.config import DataConfig, load_config
+from data_pipeline.corpus import left_out
 from data_pipeline.errors import run_command
 from data_pipeline.token_store import TokenStore, read_vocabulary
 
@@ -125,6 +126,20 @@ def charts(*figures: str) -> str:
 # ------------------------------------------------------------------------------------- the page
 
 
+def render_sources(sources: list[dict]) -> str:
+    """What was read of each source, and what became of it; the first stores did not say."""
+    if not sources:
+        return ""
+    sizes = ("bytes", "documents", "sentences", "words", "tokens")
+    rows = [
+        [s["name"], s["layout"], f"{s['weight']:g}", *(s[name] for name in sizes)]
+        + [left_out(s["rejects"])]
+        for s in sources
+    ]
+    head = ["Source", "Layout", "Weight", *(name.capitalize() for name in sizes), "Left out"]
+    return table(head, rows)
+
+
 def render_corpus(result: dict) -> str:
     corpus, vocabulary, store = result["corpus"], result["vocabulary"], result["store"]
     rows = []
@@ -147,7 +162,7 @@ def render_corpus(result: dict) -> str:
     ]
     head = ["", "Documents", "Sentences", "Tokens", "Sentences a document", "Tokens a sentence"]
     return (
-        "<h2>Corpus</h2>" + table(head, rows)
+        "<h2>Corpus</h2>" + table(head, rows) + render_sources(store.get("sources", []))
         + charts(
             histogram_chart("Documents", "tokens of a document", corpus["document_tokens"]),
             histogram_chart("Documents", "sentences of a document", corpus["document_sentences"]),

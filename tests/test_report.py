@@ -325,11 +325,12 @@ def test_the_examples_are_pairs_of_the_store_with_their_masks(config, result, st
 
 
 class Page(HTMLParser):
-    """The tags that are open, all tags and attributes, and the text."""
+    """The tags that are open, all tags and attributes, the text, and the rows of all tables."""
 
     def __init__(self, text: str):
         super().__init__()
         self.open, self.tags, self.attributes, self.text = [], Counter(), set(), ""
+        self.rows: list[list[str]] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -337,6 +338,10 @@ class Page(HTMLParser):
         self.attributes |= {name for name, _ in attributes}
         if tag != "meta":
             self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
 
     def handle_startendtag(self, tag, attributes):
         self.tags[tag] += 1
@@ -346,6 +351,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
 
 
 def test_the_page_is_whole_and_loads_nothing(config, result) -> None:
@@ -371,6 +378,23 @@ def test_chinese_words_stand_without_spaces() -> None:
     words = [("我们", "我们", ""), ("北京", "[MASK] [MASK]", "mask"), ("bert", "bert", "")]
     shown = report.render_words(words)
     assert shown == '我们<ruby class="mask">[MASK] [MASK]<rt>北京</rt></ruby> bert'
+
+
+def test_each_source_has_its_row(result) -> None:
+    (source,) = result["store"]["sources"]
+    assert source["documents"] == sum(
+        result["store"][x]["documents"] for x in ("train", "held_out")
+    )
+    more = source | {"name": "a & b", "weight": 0.5, "rejects": {"empty": 1, "too long": 1200}}
+    rows = Page(report.render_sources([source, more])).rows
+    assert rows[0][0] == "Source" and rows[0][-1] == "Left out"
+    assert rows[1][0] == source["name"] and f"{source['bytes']:,}" in rows[1]
+    assert rows[2][0] == "a & b" and rows[2][-1] == "1 empty, 1,200 too long" and "0.5" in rows[2]
+
+
+def test_a_store_that_does_not_name_its_sources_has_a_page(result) -> None:
+    old = {name: value for name, value in result["store"].items() if name != "sources"}
+    assert "Source" not in report.render_corpus(result | {"store": old})
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
