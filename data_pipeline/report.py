@@ -267,20 +267,33 @@ def render_examples(result: dict) -> str:
     return "".join(parts)
 
 
+def render_checks(result: dict) -> str:
+    """A line a check; `beside` in `result`, name of another rule -> its checks, has columns too."""
+    marks = {True: '<span class="good">✓ holds</span>', False: '<span class="bad">✗ fails</span>'}
+    others = {
+        name: {check["name"]: check["found"] for check in checks}
+        for name, checks in result.get("beside", {}).items()
+    }
+    rows = [
+        [marks[check["holds"]], check["name"], check["found"], check["wanted"]]
+        + [found.get(check["name"], "") for found in others.values()]
+        for check in result["checks"]
+    ]
+    return table(["", "What", "Found", "Wanted", *others], rows)
+
+
 def render_page(result: dict) -> str:
     """The report as one HTML page that loads nothing."""
     bad = sum(not check["holds"] for check in result["checks"])
     verdict = f"{bad} of {len(result['checks'])} checks do not hold" if bad else "All checks hold"
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
-    marks = {True: '<span class="good">✓ holds</span>', False: '<span class="bad">✗ fails</span>'}
-    rows = [[marks[c["holds"]], c["name"], c["found"], c["wanted"]] for c in result["checks"]]
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         f"<title>Data report</title><style>{STYLE}</style></head><body>",
         f"<h1>What is in {html.escape(result['data_dir'])}</h1>",
         f'<p class="soft">{html.escape(settings)}</p>',
         f'<p class="{"bad" if bad else "good"}">{verdict}.</p>',
-        table(["", "What", "Found", "Wanted"], rows),
+        render_checks(result),
         *(
             render(result)
             for render in (render_corpus, render_pairs, render_masks, render_examples)
@@ -302,10 +315,9 @@ def measure(config: DataConfig) -> dict:
     return result | audit_store(store, config.data, config.seed)
 
 
-def write_report(config: DataConfig) -> dict:
-    """Write `report.json` and `report.html` to `data_dir`; returns what they say."""
-    result = measure(config)
-    folder = Path(config.data_dir)
+def write_report(result: dict) -> None:
+    """Write what was measured to `report.json` and `report.html` in its `data_dir`."""
+    folder = Path(result["data_dir"])
     for name, text in (
         ("report.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n"),
         ("report.html", render_page(result)),
@@ -313,7 +325,7 @@ def write_report(config: DataConfig) -> dict:
         temporary = folder / f"{name}.tmp"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(folder / name)
-    return result
+    print(f"report: {folder / 'report.html'}")
 
 
 def main() -> None:
@@ -324,11 +336,11 @@ def main() -> None:
     config = load_config(
         DataConfig, args.config, args.overrides, others=("model", "train", "tracking")
     )
-    result = write_report(config)
+    result = measure(config)
     for check in result["checks"]:
         mark = "holds" if check["holds"] else "FAILS"
         print(f"{mark}  {check['name']}: {check['found']} (wanted {check['wanted']})")
-    print(f"report: {Path(config.data_dir) / 'report.html'}")
+    write_report(result)
 
 
 if __name__ == "__main__":
