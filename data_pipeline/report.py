@@ -19,6 +19,7 @@ from data_pipeline.token_store import TokenStore, read_vocabulary
 
 LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
 KINDS = {"mask": "[MASK]", "random": "a random piece in its place", "kept": "kept as it was"}
+FIGURE = re.compile(r"([≤≥] )?[\d,.]+( %| of [\d,]+)?( ± [\d.]+)?|")
 COLOURS = ("#2563eb", "#ea580c")
 STYLE = """
 body {font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1080px; margin: 2rem auto;
@@ -27,6 +28,7 @@ h1 {font-size: 1.6rem; margin: 0} h2 {font-size: 1.2rem; margin: 2.2rem 0 .6rem;
   border-bottom: 1px solid #d1d5db} p {max-width: 75ch; margin: .5rem 0}
 table {border-collapse: collapse; margin: .6rem 0} td, th {padding: .15rem .9rem .15rem 0;
   text-align: left; vertical-align: top; border-bottom: 1px solid #eef0f3}
+td:first-child {overflow-wrap: anywhere}
 th {font-weight: 600; color: #4b5563} .n {text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums}
 .good {color: #15803d} .bad {color: #b91c1c; font-weight: 700} .soft {color: #6b7280}
@@ -46,10 +48,12 @@ rt {font-size: .7em; color: #374151; padding-bottom: 3px}
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """An HTML table; columns of figures after the first are set right."""
+    """An HTML table; columns of figures after the first are set right; only spans are markup."""
     texts = [[f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in rows]
-    columns = list(zip(*texts, strict=True))
-    right = [i > 0 and all(re.match(r"[\d≤≥]", t) for t in x) for i, x in enumerate(columns)]
+    right = [
+        i > 0 and all(FIGURE.fullmatch(re.sub("<.*?>", "", text)) for text in column)
+        for i, column in enumerate(zip(*texts, strict=True))
+    ]
     number = ' class="n"'
 
     def line(row: list[str], tag: str) -> str:
@@ -158,7 +162,8 @@ def render_corpus(result: dict) -> str:
         ["[UNK]", f"{100 * vocabulary['unknown']:.3f} %"],
         ["Pieces of one letter or Chinese character", percent(vocabulary["single_letters"])],
         ["Pieces that never occur", percent(vocabulary["never_used"])],
-        ["Unigram entropy", f"{entropy:.3f} nats (perplexity {math.exp(entropy):,.0f})"],
+        ["Unigram entropy, nats", f"{entropy:.3f}"],
+        ["Its perplexity", f"{math.exp(entropy):,.0f}"],
     ]
     head = ["", "Documents", "Sentences", "Tokens", "Sentences a document", "Tokens a sentence"]
     return (
@@ -270,13 +275,18 @@ def render_examples(result: dict) -> str:
 def render_checks(result: dict) -> str:
     """A line a check; `beside` in `result`, name of another rule -> its checks, has columns too."""
     marks = {True: '<span class="good">✓ holds</span>', False: '<span class="bad">✗ fails</span>'}
-    others = {
-        name: {check["name"]: check["found"] for check in checks}
-        for name, checks in result.get("beside", {}).items()
+    others = result.get("beside", {})
+    found = {
+        (
+            rule,
+            check["name"],
+        ): f'<span class="{"" if check["holds"] else "bad"}">{check["found"]}</span>'
+        for rule, checks in others.items()
+        for check in checks
     }
     rows = [
         [marks[check["holds"]], check["name"], check["found"], check["wanted"]]
-        + [found.get(check["name"], "") for found in others.values()]
+        + [found.get((rule, check["name"]), "") for rule in others]
         for check in result["checks"]
     ]
     return table(["", "What", "Found", "Wanted", *others], rows)
@@ -286,7 +296,9 @@ def render_page(result: dict) -> str:
     """The report as one HTML page that loads nothing."""
     bad = sum(not check["holds"] for check in result["checks"])
     verdict = f"{bad} of {len(result['checks'])} checks do not hold" if bad else "All checks hold"
-    settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
+    settings = ", ".join(
+        f"{name} {value}" for name, value in result["settings"].items() if value is not None
+    )
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         f"<title>Data report</title><style>{STYLE}</style></head><body>",

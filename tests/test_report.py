@@ -354,7 +354,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
-        if self.open and self.open[-1] in ("td", "th"):
+        if {"td", "th"} & set(self.open):
             self.rows[-1][-1] += data
 
 
