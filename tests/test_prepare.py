@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencex
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.errors import UserError
 from data_pipeline.prepare import prepare
 from data_pipeline.processes import Task, run_tasks, written_beside
+from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def test_the_store_holds_the_ids_of_every_sentence_in_order(prepared: Path):
     expected: dict[bool, list] = {False: [], True: []}
     for document in (part.strip("\n") for part in text.split("\n\n")):
         lines = [line for line in document.split("\n") if line.strip()]
-        sentences = [s for line in lines for s in sentencex.segment("en", line) if s.strip()]
+        sentences = list(split_sentences(document, sentence_splitter("en")))
         ids = [encoding.ids for encoding in tokenizer.encode_batch(sentences)]
         expected[held_out("\n".join(lines), 0.1)].append([i for i in ids if i])
     assert documents_of(prepared / "data", "train") == expected[False]
