@@ -67,6 +67,11 @@ class Rejects:
         self.causes[cause] = self.causes.get(cause, 0) + n
 
 
+def left_out(causes: dict[str, int]) -> str:
+    """What was not taken, by cause: documents, but for the paragraphs that are named so."""
+    return ", ".join(f"{n:,} {cause}" for cause, n in causes.items()) or "none"
+
+
 # ---------------------------------------------------------------------------------- what there is
 
 

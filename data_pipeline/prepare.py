@@ -24,6 +24,7 @@ from data_pipeline.corpus import (
     Piece,
     Rejects,
     is_held_out,
+    left_out,
     list_pieces,
     name_source,
 )
@@ -53,6 +54,7 @@ from data_pipeline.words import (
 )
 
 SPLITS = ("train", "held_out")
+SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
 BATCH_CHARACTERS = 1 << 20  # of sentences that are numbered together
 BATCH_SENTENCES = 1 << 16  # that are encoded together
 BATCH_WORDS = 1 << 20  # whose starts are packed together
@@ -139,9 +141,12 @@ def prepare(
 
         with written_beside(data_dir / "vocab") as folder:
             shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
-        manifest = assemble_store(shards, data_dir / "store", stats, key, vocabulary.sha256)
+        sources = describe_sources(config.corpus, pieces, stats, shards)
+        manifest = assemble_store(
+            shards, data_dir / "store", stats, sources, key, vocabulary.sha256
+        )
         shutil.rmtree(work_dir, ignore_errors=True)
-    print_store(manifest, stats, pieces, config.corpus)
+    print_store(manifest)
 
 
 def is_prepared(data_dir: Path, key: str) -> bool:
@@ -261,8 +266,9 @@ def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> 
         own = [s for s, piece in zip(stats, pieces, strict=True) if piece.source == i]
         if sum(s["train"]["words"] + s["held_out"]["words"] for s in own) == 0:
             what = f"corpus.sources[{i}]" if config.corpus.sources else "the corpus"
+            causes = sum((Counter(s["rejects"]) for s in own), Counter())
             raise UserError(
-                f"{what} holds no text ({name_source(source)}; left out: {left_out(own)}); put "
+                f"{what} holds no text ({name_source(source)}; left out: {left_out(causes)}); put "
                 "corpus right"
             )
     if config.data.objective == "nsp" and documents < 2:
@@ -476,12 +482,41 @@ def dtype_of(vocab_size: int) -> type:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
+def describe_sources(
+    corpus: CorpusConfig, pieces: list[Piece], stats: list[dict], shards: list[Path]
+) -> list[dict]:
+    """What the manifest says of each source: bytes read, what they became in both splits together,
+    and what was left out, by cause."""
+    described = []
+    for number, source in enumerate(corpus.each_source()):
+        sizes, rejects, layouts = Counter(dict.fromkeys(SIZES, 0)), Counter(), {}
+        for piece, found, shard in zip(pieces, stats, shards, strict=True):
+            if piece.source != number:
+                continue
+            layouts[piece.layout] = True
+            rejects.update(found["rejects"])
+            sizes["bytes"] += found["bytes"]
+            for split in SPLITS:
+                sizes.update(found[split])
+            for entry in json.loads((shard / "entries.json").read_text()).values():
+                sizes["tokens"] += entry["tokens"]
+        about = {"name": name_source(source), "layout": ", ".join(layouts), "weight": source.weight}
+        described.append({**about, **sizes, "rejects": dict(rejects)})
+    return described
+
+
 def assemble_store(
-    shards: list[Path], store_dir: Path, stats: list[dict], key: str, vocab_sha256: str
+    shards: list[Path],
+    store_dir: Path,
+    stats: list[dict],
+    sources: list[dict],
+    key: str,
+    vocab_sha256: str,
 ) -> dict:
     """Move finished shards into the store and write its manifest last; returns the manifest."""
     corpus = hashlib.sha256("".join(s["sha256"] for s in stats).encode()).hexdigest()
     manifest = {"format": FORMAT, "key": key, "corpus_sha256": corpus, "vocab_sha256": vocab_sha256}
+    manifest["sources"] = sources
     shutil.rmtree(store_dir, ignore_errors=True)
     for split in SPLITS:
         (store_dir / split).mkdir(parents=True)
@@ -540,36 +575,16 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy(source, target)
 
 
-def print_store(
-    manifest: dict, stats: list[dict], pieces: list[Piece], corpus: CorpusConfig
-) -> None:
-    train, held_out = manifest["train"], manifest["held_out"]
-    tokens: Counter[str] = Counter()
-    for part in (train, held_out):
-        tokens.update({shard["name"]: shard["tokens"] for shard in part["shards"]})
-    for number, source in enumerate(corpus.each_source()):
-        own = [i for i, piece in enumerate(pieces) if piece.source == number]
-        sizes = Counter(tokens=sum(tokens[f"shard-{i:05d}"] for i in own))
-        for i in own:
-            sizes.update(stats[i]["train"])
-            sizes.update(stats[i]["held_out"])
-        layouts = ", ".join(dict.fromkeys(pieces[i].layout for i in own))
+def print_store(manifest: dict) -> None:
+    for source in manifest["sources"]:
         print(
-            f"corpus: {name_source(source)} (layout {layouts}, weight {source.weight:g}): "
-            f"{sum(stats[i]['bytes'] for i in own):,} bytes, "
-            + ", ".join(f"{sizes[n]:,} {n}" for n in ("documents", "sentences", "words", "tokens"))
-            + f", left out: {left_out([stats[i] for i in own])}"
+            f"corpus: {source['name']} (layout {source['layout']}, weight {source['weight']:g}): "
+            + ", ".join(f"{source[name]:,} {name}" for name in SIZES)
+            + f", left out: {left_out(source['rejects'])}"
         )
-    for name, part in (("train", train), ("held out", held_out)):
+    for split in SPLITS:
+        part = manifest[split]
         print(
-            f"{name}: {part['documents']:,} documents, {part['sentences']:,} sentences, "
-            f"{part['tokens']:,} tokens"
+            f"{split.replace('_', ' ')}: {part['documents']:,} documents, "
+            f"{part['sentences']:,} sentences, {part['tokens']:,} tokens"
         )
-
-
-def left_out(stats: list[dict]) -> str:
-    """What was not taken, by cause: documents, but for the paragraphs that are named so."""
-    rejects: Counter[str] = Counter()
-    for s in stats:
-        rejects.update(s["rejects"])
-    return ", ".join(f"{n:,} {cause}" for cause, n in rejects.items()) or "none"

@@ -1,12 +1,15 @@
 """documents -> **sentences** -> words: where a sentence ends, and the limit that none exceeds."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
 from data_pipeline.errors import UserError
 
 MAX_CHARACTERS = 2000  # of a sentence; longer ones (logs, tables, missing full stops) are cut
+LONGEST_FRAGMENT = 12  # characters: what is longer is taken for a sentence unseen
+NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # of an item: "1. ", "(2)", "3.1. "
 
 
 def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[str], list[str]]:
@@ -20,9 +23,25 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     import sentencex
 
     def split(paragraph: str) -> list[str]:
-        return sentencex.segment(language, paragraph)
+        return join_fragments(sentencex.segment(language, paragraph))
 
     return split
+
+
+def join_fragments(parts: list[str]) -> list[str]:
+    """What has no letter is no sentence: the number of an item goes with the sentence after it,
+    marks (a bracket, a smile) go with the one before."""
+    sentences, opening = [], ""
+    for part in parts:
+        if len(part) > LONGEST_FRAGMENT or any(map(str.isalpha, part)):
+            sentences.append(opening + part)
+            opening = ""
+        elif sentences and not NUMBER.fullmatch(part):
+            sentences[-1] += opening + part
+            opening = ""
+        else:
+            opening += part
+    return [*sentences[:-1], "".join(sentences[-1:]) + opening] if opening else sentences
 
 
 def load_splitter(plug_in: str) -> Callable[[str], list[str]]:

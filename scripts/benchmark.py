@@ -2,6 +2,7 @@
 
 python scripts/benchmark.py {data,loader,model} [--config CONFIG] [--files FILE ...] [--runs N]
                             [--device cpu|cuda] [--sizes tiny ...] [--threads N]
+python scripts/benchmark.py sentences --rules FOLDER
 
 One JSON line a figure: `ratio` says how many times better ours is than the peer, `runs` how often
 each was measured, by turns and after a warm-up, `ours` and `peer` are medians, and `spread` is
@@ -46,20 +47,29 @@ ROOT = Path(__file__).parent.parent
 SAMPLE_BYTES = 2_000_000  # of the corpus, for peers that would take minutes for all of it
 OURS_TOKENS, PEER_TOKENS = 2_000_000, 50_000  # of a run of the loader
 LENGTHS, BATCH_SIZES = (128, 512), (32, 256)
+LANGUAGES = {  # files of rules, named as pySBD's tests are
+    **{"arabic": "ar", "armenian": "hy", "bulgarian": "bg", "chinese": "zh", "deutsch": "de"},
+    **{"dutch": "nl", "english": "en", "french": "fr", "greek": "el", "hindi": "hi"},
+    **{"italian": "it", "japanese": "ja", "persian": "fa", "polish": "pl", "russian": "ru"},
+    **{"spanish": "es"},
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("data", "loader", "model", "all"))
+    parser.add_argument("what", choices=("data", "loader", "model", "all", "sentences"))
     parser.add_argument("--config", default=str(ROOT / "configs/quickstart.yaml"))
     parser.add_argument("--files", nargs="+", help="the corpus, instead of the config's")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of model")
     parser.add_argument("--sizes", nargs="+", choices=bench_model.SIZES, help="of model")
     parser.add_argument("--threads", type=int, default=1, help="of model on a CPU")
+    parser.add_argument("--rules", help="golden rules: LANGUAGE.json, of {text, sentences} each")
     args = parser.parse_args()
+    if args.what == "sentences":
+        return measure_sentences(Path(args.rules or "."))
     config = load_config(DataConfig, args.config, others=("model", "train", "tracking"))
     if args.files:
         config.corpus = replace(config.corpus, source=None, dataset=None, files=args.files)
@@ -127,7 +137,7 @@ def show(
     ratio = None
     if peer:
         ratio = medians[1] / medians[0] if smaller_is_better else medians[0] / medians[1]
-    spread = [(max(v) - min(v)) / median(v) if v else None for v in (ours, peer)]
+    spread = [(max(v) - min(v)) / (median(v) or 1) if v else None for v in (ours, peer)]
     line = {"figure": figure, "unit": unit, "ours": medians[0], "peer": medians[1], "ratio": ratio}
     line |= {"target": target, "runs": len(ours), "spread": spread, "threads": threads}
     print(json.dumps(rounded(line)), flush=True)
@@ -274,6 +284,22 @@ def sample_documents(config: DataConfig) -> list[list[str]]:
     texts = (text for piece in pieces for text in read_documents(piece, config.corpus, rejects))
     chosen = (text for number, text in enumerate(texts) if number % every == 0)
     return [list(split_sentences(text, split)) for text in chosen]
+
+
+def measure_sentences(folder: Path) -> None:
+    """How many texts are split as golden rules say, which are one reasonable reading each."""
+    paths = [p for p in sorted(folder.glob("*.json")) if p.stem.split("_")[0] in LANGUAGES]
+    if not paths:
+        raise UserError(f"no golden rules at {folder}/LANGUAGE.json; name their folder by --rules")
+    for path in paths:
+        split = sentence_splitter(LANGUAGES[path.stem.split("_")[0]])
+        cases = json.loads(path.read_text(encoding="utf-8"))
+        right = sum(
+            [sentence.strip() for sentence in split_sentences(case["text"], split)]
+            == [sentence.strip() for sentence in case["sentences"]]
+            for case in cases
+        )
+        show(f"sentences as golden rules say, {path.stem}", f"of {len(cases)}", "none", [right])
 
 
 def quiet():

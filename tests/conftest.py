@@ -45,6 +45,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def files(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Four files with some documents of the topics each; not to be written to."""
+    folder = tmp_path_factory.mktemp("files")
+    documents = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")[:60]
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("\n\n".join(documents[i::4]), encoding="utf-8")
+    return [str(path) for path in sorted(folder.iterdir())]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Name -> bytes of all files in a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="session")
 def vocabulary(prepared: Path) -> Vocabulary:
     return read_vocabulary(prepared / "data/vocab")
 

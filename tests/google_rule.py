@@ -1,15 +1,25 @@
 """The rules of google-research/bert for pairs and whole-word masks, slowly: the audit's contrast.
 
-Written from a description of them, one token and one draw at a time; not meant to be used. A
-document is a list of (start, end), the tokens of its sentences.
+`python tests/google_rule.py CONFIG [key=value ...]` writes the report with what these rules make of
+the same store beside it. Written from a description of them, one token and one draw at a time; not
+meant to be used. A document is a list of (start, end), the tokens of its sentences.
 """
 
+import math
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.audit import audit_rule, check_results
+from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.errors import run_command
 from data_pipeline.pairs import PAIR
-from data_pipeline.token_store import TokenStore
+from data_pipeline.report import measure, write_report
+from data_pipeline.token_store import TokenStore, read_vocabulary
+
+SEQUENCES = 50_000  # at most, that are masked
 
 Span = tuple[int, int]
 
@@ -24,12 +34,13 @@ def documents_of(store: TokenStore) -> list[list[Span]]:
 def google_pairs(
     documents: list[list[Span]], max_seq_length: int, short_seq_prob: float, draw: random.Random
 ) -> np.ndarray:
-    """The pairs of one pass over the documents, as a `PAIR` array."""
+    """The pairs of one pass over the documents, in random order, as a `PAIR` array."""
     pairs = []
     for number, document in enumerate(documents):
         pairs += pairs_of_document(
             documents, number, document, max_seq_length - 3, short_seq_prob, draw
         )
+    draw.shuffle(pairs)
     return np.array(pairs, PAIR)
 
 
@@ -137,3 +148,27 @@ def mask(
             elif draw.random() < 0.5:
                 seen[i] = draw.randrange(len(continues))
     return seen, masked
+
+
+def audit_google(store: TokenStore, data: PairsConfig, seed: int, dupe_factor: int = 1) -> dict:
+    """The figures of these rules on a store, as `audit_rule` gives them; `dupe_factor`: passes."""
+    draw = random.Random(seed)
+    documents, settings = documents_of(store), (data.max_seq_length, data.short_seq_prob, draw)
+    pairs = np.concatenate([google_pairs(documents, *settings) for _ in range(dupe_factor)])
+    most = math.ceil(data.masked_lm_prob * data.max_seq_length)
+    masks = google_masks(store, pairs[:SEQUENCES], most, draw)
+    return audit_rule(store, pairs, masks, data)
+
+
+def main() -> None:
+    config = load_config(DataConfig, sys.argv[1], sys.argv[2:], ("model", "train", "tracking"))
+    folder = Path(config.data_dir)
+    store = TokenStore(folder / "store", "train", read_vocabulary(folder / "vocab"))
+    result = measure(config)
+    google = audit_google(store, config.data, config.seed)
+    checks = check_results(google | {"settings": result["settings"]})
+    write_report(result | {"beside": {"google-research/bert": checks}})
+
+
+if __name__ == "__main__":
+    run_command(main)

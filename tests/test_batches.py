@@ -63,6 +63,22 @@ def source(store) -> BatchSource:
 # --- what a batch is ------------------------------------------------------------------------------
 
 
+def slow_rows(source: BatchSource, epoch: int, numbers: range) -> list[dict]:
+    """Those examples of an epoch, by the slow assembly of each."""
+    return [
+        reference_example(
+            source.store,
+            source.pairs(epoch)[i].tolist(),
+            draw(key(SEED, epoch, 4), i),
+            objective=source.data.objective,
+            masking=source.data.masking,
+            masked_lm_prob=0.15,
+            max_predictions=source.data.max_predictions_per_seq,
+        )
+        for i in numbers
+    ]
+
+
 @pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
 @pytest.mark.parametrize("masking", ["whole_word", "token"])
 @pytest.mark.parametrize("max_predictions", [None, 5])
@@ -77,19 +93,7 @@ def test_a_batch_of_real_text_is_that_of_the_slow_assembly(
     )
     source = BatchSource(store, data, SEED)
     first = source.epoch_size(0) + 11  # in epoch 1
-    wanted = [
-        reference_example(
-            store,
-            source.pairs(1)[i].tolist(),
-            draw(key(SEED, 1, 4), i),
-            objective=objective,
-            masking=masking,
-            masked_lm_prob=0.15,
-            max_predictions=max_predictions,
-        )
-        for i in range(11, 31)
-    ]
-    assert rows_at(source, first, 20) == wanted
+    assert rows_at(source, first, 20) == slow_rows(source, 1, range(11, 31))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -114,19 +118,7 @@ def test_a_batch_of_any_corpus_is_that_of_the_slow_assembly(corpus, objective, m
         n = min(source.epoch_size(0), 12)
     except UserError:
         return
-    wanted = [
-        reference_example(
-            store,
-            source.pairs(0)[i].tolist(),
-            draw(key(SEED, 0, 4), i),
-            objective=objective,
-            masking=masking,
-            masked_lm_prob=0.15,
-            max_predictions=None,
-        )
-        for i in range(n)
-    ]
-    assert rows_at(source, 0, n) == wanted
+    assert rows_at(source, 0, n) == slow_rows(source, 0, range(n))
 
 
 @pytest.mark.parametrize("objective", ["nsp", "sop", "none"])

@@ -18,10 +18,10 @@ import bench_peers  # noqa: E402
 KEYS = ["figure", "unit", "ours", "peer", "ratio", "target", "runs", "spread", "threads"]
 
 
-def run(what: str, prepared: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/benchmark.py", what, "--runs", "1"]
+def run(what: str, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/benchmark.py", what, "--runs", "1", "--sizes", "tiny"]
     return subprocess.run(
-        [*command, "--config", prepared / "config.yaml"],
+        [*command, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -29,15 +29,17 @@ def run(what: str, prepared: Path) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize(("what", "with_peer", "alone"), [("data", 4, 2), ("loader", 8, 2)])
+@pytest.mark.parametrize(
+    ("what", "with_peer", "alone"), [("data", 4, 2), ("loader", 8, 2), ("model", 4, 2)]
+)
 def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None:
-    done = run(what, prepared)
+    done = run(what, "--config", prepared / "config.yaml")
     assert done.returncode == 0, done.stderr
     figures = [json.loads(line) for line in done.stdout.splitlines()]
     assert [list(figure) for figure in figures] == [KEYS] * (with_peer + alone)
     assert len({figure["figure"] for figure in figures}) == len(figures)
     for figure in figures:
-        assert figure["ours"] > 0 and figure["runs"] == 1 and figure["threads"] >= 1
+        assert figure["ours"] >= 0 and figure["runs"] == 1 and figure["threads"] >= 1
         assert (figure["peer"] is None) == (figure["ratio"] is None)
         if figure["peer"] is not None:
             more = {figure["ours"] / figure["peer"], figure["peer"] / figure["ours"]}
@@ -45,8 +47,22 @@ def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None
     assert sum(figure["peer"] is not None for figure in figures) == with_peer
 
 
+def test_golden_rules_of_sentences_are_counted_by_language(tmp_path) -> None:
+    text = "Ask Dr. Lee. He knows."
+    rules = [
+        {"text": text, "sentences": [text[:12], text[13:]]},
+        {"text": text, "sentences": [text]},
+    ]
+    (tmp_path / "english_own.json").write_text(json.dumps(rules))
+    (tmp_path / "deutsch.json").write_text(json.dumps(rules[1:]))
+    done = run("sentences", "--rules", tmp_path)
+    figures = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [list(figure) for figure in figures] == [KEYS] * 2
+    assert [(figure["ours"], figure["unit"]) for figure in figures] == [(0, "of 1"), (1, "of 2")]
+
+
 def test_a_config_that_is_not_there_is_one_line(tmp_path) -> None:
-    done = run("data", tmp_path)
+    done = run("data", "--config", tmp_path / "config.yaml")
     assert done.returncode == 2 and done.stderr.startswith("error: no config at")
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from conftest import contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,10 +172,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         documents = [f"Document {n}, of some words.\n{LINES[2 + n % 4]}" for n in range(i, i + 8)]
         (folder / f"{i}.txt").write_text("\n\n".join(documents), encoding="utf-8")
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def test_workers_and_interruptions_change_nothing(folder: Path, tmp_path: Path, capsys):

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 # Each module imports only modules before it; a new one has to find its place here.
 ORDER = {
     "data_pipeline": """errors config hashing processes python_docs corpus selection sentences words
-        vocab existing_vocab vocab_report token_store prepare pairs masking batches report
-        __main__""".split(),
+        vocab existing_vocab vocab_report token_store prepare pairs masking batches audit
+        report __main__""".split(),
     "pretrain": """config loss model optim metrics evaluate checkpoint tracking export start train
         plan __main__""".split(),
 }

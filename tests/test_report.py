@@ -14,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from google_rule import documents_of, google_masks, google_pairs
+from google_rule import audit_google, documents_of, google_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_pairs import make_store, small_vocabulary
 
-from data_pipeline import report
+from data_pipeline import audit, report
+from data_pipeline.batches import BatchSource
 from data_pipeline.config import DataConfig, PairsConfig, load_config
 from data_pipeline.errors import UserError
 from data_pipeline.pairs import PAIR
-from data_pipeline.token_store import TokenStore
 
 ROOT = Path(__file__).parent.parent
 OTHERS = ("model", "train", "tracking")
@@ -39,7 +39,9 @@ def config(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> DataConf
 
 @pytest.fixture(scope="module")
 def result(config: DataConfig) -> dict:
-    return report.write_report(config)
+    found = report.measure(config)
+    report.write_report(found)
+    return found
 
 
 def failing(checks: list[dict]) -> set[str]:
@@ -60,33 +62,37 @@ def failing(checks: list[dict]) -> set[str]:
         ["data.objective=sop"],
         ["data.objective=none"],
         ["data.masking=token"],
+        ["data.masking=span"],
+        ["data.mask_replace_prob=1.0", "data.random_replace_prob=0.0"],
     ],
     ids=" ".join,
 )
 def test_on_real_text_every_check_holds(prepared, config, overrides) -> None:
     overrides = [f"data_dir={config.data_dir}", *overrides]
     config = load_config(DataConfig, str(prepared / "config.yaml"), overrides, OTHERS)
-    result = report.audit(config)
+    result = report.measure(config)
     assert len(result["checks"]) >= 10
     assert not failing(result["checks"])
     assert report.render_page(result).count("<svg") >= 5
 
 
-def test_the_rule_of_google_fails_what_ours_holds(store: TokenStore, result: dict) -> None:
-    draw = random.Random(0)
-    documents = documents_of(store)
-    pairs = np.concatenate([google_pairs(documents, 64, 0.1, draw) for _ in range(4)])
-    masks = google_masks(store, pairs, 20, draw)
-    google = report.audit_rule(store, pairs, masks, PairsConfig(max_seq_length=64))
-    checks = report.check_results(google | {"settings": result["settings"]})
+def test_the_rule_of_google_fails_what_ours_holds_and_stands_beside_it(store, result) -> None:
+    google = audit_google(store, PairsConfig(max_seq_length=128), seed=0, dupe_factor=10)
+    checks = audit.check_results(google | {"settings": result["settings"]})
     assert {
         "Random pairs of the epoch",
         "Labels told by the total length",
-        "Tokens in a pair of the epoch",
+        "Tokens in more than one",
         "Masked words of 1 piece",
         "Masked words of 5 pieces",
         "Special pieces among the random ones",
     } <= failing(checks)
+    page = Page(report.render_page(result | {"beside": {"google's": checks}}))
+    assert page.rows[0][-1] == "google's"
+    assert [row[-1] for row in page.rows[1:3]] == [check["found"] for check in checks[:2]]
+
+    once = google_pairs(documents_of(store), 128, 0.1, random.Random(0))
+    assert audit.audit_coverage(once, store.sentence_offsets)["covered"] < 0.97
 
     def of(rule: dict) -> tuple[float, float, float]:
         rates = {row["pieces"]: row["masked"] for row in rule["masks"]["by_pieces"]}
@@ -115,7 +121,7 @@ SHAPES = {
 def test_the_smallest_corpora_have_a_report_too(shape: str, objective: str, result: dict) -> None:
     data = PairsConfig(max_seq_length=16, objective=objective)
     try:
-        found = report.audit_store(make_store(SHAPES[shape]), data, seed=0)
+        found = audit.audit_store(make_store(SHAPES[shape]), data, seed=0)
     except UserError as error:
         assert objective == "nsp" and "next-sentence prediction needs" in str(error)
         return
@@ -148,7 +154,7 @@ def slow_coverage(spans: list[tuple[int, int]]) -> tuple[int, int, int, int]:
 @given(st.lists(st.tuples(*[st.integers(0, 40)] * 4), min_size=1, max_size=8))
 def test_coverage_counts_tokens(quadruples) -> None:
     rows = [(min(p, q), max(p, q), min(r, s), max(r, s), 0) for p, q, r, s in quadruples]
-    found = report.audit_coverage(np.array(rows, PAIR), SENTENCES)
+    found = audit.audit_coverage(np.array(rows, PAIR), SENTENCES)
     spans = [span for row in rows for span in (row[:2], row[2:4])]
     numbers = round(found["covered"] * 40), found["again"], found["cut"], found["left_out"]
     assert numbers == slow_coverage(spans)
@@ -165,12 +171,12 @@ def make_pairs(n: int, rng: np.random.Generator) -> np.ndarray:
     return pairs
 
 
-def audit(pairs: np.ndarray) -> dict:
-    return report.audit_pairs(pairs, lambda positions: positions // 1000)
+def audited(pairs: np.ndarray) -> dict:
+    return audit.audit_pairs(pairs, lambda positions: positions // 1000)
 
 
 def test_pairs_without_a_leak_are_at_chance() -> None:
-    found = audit(make_pairs(20_000, np.random.default_rng(0)))
+    found = audited(make_pairs(20_000, np.random.default_rng(0)))
     assert found["random"] == 0.5
     assert found["random_same_document"] == found["next_elsewhere"] == found["empty"] == 0
     for name in ("by_lengths", "by_total"):
@@ -185,7 +191,7 @@ def test_planted_faults_of_pairs_are_counted() -> None:
         pairs[name][far] -= 1000
         pairs[name][near[:5]] += 1000
     pairs["b_end"][near[5:]] = pairs["b_start"][near[5:]]
-    found = audit(pairs)
+    found = audited(pairs)
     counts = [found[name] for name in ("random_same_document", "next_elsewhere", "empty")]
     assert counts == [7, 5, 2]
 
@@ -200,7 +206,7 @@ def test_a_planted_leak_of_lengths_is_found(leak: str) -> None:
         pairs = pairs[(a > b) == pairs["label"]]
     if leak == "majority":  # no leak at all
         pairs = np.delete(pairs, np.flatnonzero(pairs["label"] == 0)[::2])
-    found = audit(pairs)
+    found = audited(pairs)
     if leak == "majority":
         assert abs(found["majority"] - 2 / 3) < 0.02
         assert abs(found["by_lengths"]["accuracy"] - found["majority"]) < 0.02
@@ -209,26 +215,26 @@ def test_a_planted_leak_of_lengths_is_found(leak: str) -> None:
         assert found["by_lengths"]["balanced"] > (0.85 if leak == "difference" else 0.51)
 
 
-def test_a_threshold_finds_what_it_can_and_no_more() -> None:
+def test_a_table_finds_what_it_can_and_no_more() -> None:
     rng = np.random.default_rng(0)
     label, values, fit = rng.random(9000) < 0.3, rng.random(9000), np.arange(9000) % 2 == 0
-    chance = report.threshold_accuracy(values, label, fit)
+    chance = audit.accuracy([values], label, fit)
     assert abs(chance["balanced"] - 0.5) < 0.03 and abs(chance["accuracy"] - 0.7) < 0.03
-    told = report.threshold_accuracy(np.where(label, values, values + 0.9), label, fit)
+    told = audit.accuracy([np.where(label, values, values + 0.9)], label, fit)
     assert told["balanced"] > 0.93 and told["accuracy"] > 0.93
 
 
 def test_shared_words_are_the_words_that_a_reader_sees_twice(store, config) -> None:
-    source = report.BatchSource(store, config.data, 0)
+    source = BatchSource(store, config.data, 0)
     pairs = source.pairs(0)[:200]
     shares = [[], []]
     for pair in pairs.tolist():
         words = [
-            report.decode(store.vocabulary, store.take(np.arange(*pair[k : k + 2]))).split(" ")
+            audit.decode(store.vocabulary, store.take(np.arange(*pair[k : k + 2]))).split(" ")
             for k in (0, 2)
         ]
         shares[pair[4]].append(sum(word in words[1] for word in words[0]) / len(words[0]))
-    found = report.audit_overlap(store, pairs, lambda positions: positions)
+    found = audit.audit_overlap(store, pairs, lambda positions: positions)
     assert found["shared_words"] == pytest.approx([np.mean(x) for x in shares], abs=1e-6)
 
 
@@ -244,7 +250,7 @@ def slow_masks(original, seen, masked, starts, ordinary) -> dict:
     )
     by_pieces = {}
     for word in hidden:
-        by_pieces.setdefault(min(len(word), report.LONG), []).append(any(word))
+        by_pieces.setdefault(min(len(word), audit.LONG), []).append(any(word))
     return {
         "words_masked": sum(map(any, hidden)),
         "masked": sum(masked) / len(masked),
@@ -274,7 +280,7 @@ def test_masks_are_counted_as_one_by_one(tokens) -> None:
     starts = [i == 0 or join == 0 for i, join in enumerate(joins)]
     vocabulary = small_vocabulary()
     arrays = [np.array(column) for column in (original, seen, masked, starts)]
-    found = report.audit_masks(*arrays, np.zeros(len(seen), int), vocabulary)
+    found = audit.audit_masks(*arrays, np.zeros(len(seen), int), vocabulary)
     wanted = slow_masks(original, seen, masked, starts, set(vocabulary.ordinary.tolist()))
     assert {name: found[name] for name in wanted} == wanted
 
@@ -308,7 +314,7 @@ def test_the_corpus_is_counted(result, store) -> None:
 def test_the_examples_are_pairs_of_the_store_with_their_masks(config, result, store) -> None:
     examples = result["examples"]
     assert Counter(example["label"] for example in examples) == {0: 6, 1: 6}
-    text = report.decode(store.vocabulary, np.concatenate(store.tokens))
+    text = audit.decode(store.vocabulary, np.concatenate(store.tokens))
     kinds: Counter[str] = Counter()
     for example in examples:
         for segment in example["segments"]:
@@ -322,11 +328,12 @@ def test_the_examples_are_pairs_of_the_store_with_their_masks(config, result, st
 
 
 class Page(HTMLParser):
-    """The tags that are open, all tags and attributes, and the text."""
+    """The tags that are open, all tags and attributes, the text, and the rows of all tables."""
 
     def __init__(self, text: str):
         super().__init__()
         self.open, self.tags, self.attributes, self.text = [], Counter(), set(), ""
+        self.rows: list[list[str]] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -334,6 +341,10 @@ class Page(HTMLParser):
         self.attributes |= {name for name, _ in attributes}
         if tag != "meta":
             self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
 
     def handle_startendtag(self, tag, attributes):
         self.tags[tag] += 1
@@ -343,6 +354,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
 
 
 def test_the_page_is_whole_and_loads_nothing(config, result) -> None:
@@ -370,12 +383,21 @@ def test_chinese_words_stand_without_spaces() -> None:
     assert shown == '我们<ruby class="mask">[MASK] [MASK]<rt>北京</rt></ruby> bert'
 
 
-def test_sources_have_their_rows_where_the_manifest_names_them(result) -> None:
-    manifest = json.loads(json.dumps(result["store"]))
-    shard = manifest["train"]["shards"][0]
-    manifest["train"]["shards"] = [shard | {"source": "books & news"}, shard | {"source": "wiki"}]
-    text = report.render_corpus(result | {"store": manifest})
-    assert "train, books &amp; news" in text and "train, wiki" in text
+def test_each_source_has_its_row(result) -> None:
+    (source,) = result["store"]["sources"]
+    assert source["documents"] == sum(
+        result["store"][x]["documents"] for x in ("train", "held_out")
+    )
+    more = source | {"name": "a & b", "weight": 0.5, "rejects": {"empty": 1, "too long": 1200}}
+    rows = Page(report.render_sources([source, more])).rows
+    assert rows[0][0] == "Source" and rows[0][-1] == "Left out"
+    assert rows[1][0] == source["name"] and f"{source['bytes']:,}" in rows[1]
+    assert rows[2][0] == "a & b" and rows[2][-1] == "1 empty, 1,200 too long" and "0.5" in rows[2]
+
+
+def test_a_store_that_does_not_name_its_sources_has_a_page(result) -> None:
+    old = {name: value for name, value in result["store"].items() if name != "sources"}
+    assert "Source" not in report.render_corpus(result | {"store": old})
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:

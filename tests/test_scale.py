@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import contents
 
 import data_pipeline.prepare as module
 from data_pipeline import processes
@@ -27,16 +28,6 @@ from data_pipeline.selection import Selection
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 60  # seconds that anything here may take on a busy machine
-
-
-@pytest.fixture(scope="module")
-def files(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Four files with some documents of the topics each."""
-    folder = tmp_path_factory.mktemp("files")
-    documents = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")[:40]
-    for i in range(4):
-        (folder / f"{i}.txt").write_text("\n\n".join(documents[i::4]), encoding="utf-8")
-    return [str(path) for path in sorted(folder.iterdir())]
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +44,6 @@ def config_of(files: list[str], data_dir: Path) -> DataConfig:
         corpus=CorpusConfig(files=files, held_out=0.1, deduplicate=False),
         vocab=VocabConfig(size=512),
     )
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def finished_folders(data_dir: Path) -> set[str]:

@@ -57,6 +57,26 @@ def test_sentences_end_where_a_reader_says():
     ]
 
 
+@pytest.mark.parametrize(
+    ("language", "paragraph", "sentences"),
+    [
+        ("en", "2. Add the flour. It is mixed.", ["2. Add the flour.", "It is mixed."]),
+        (
+            "en",
+            "They came late. 1998. Then they left.",
+            ["They came late. 1998.", "Then they left."],
+        ),
+        ("de", "3.1. Das Mehl wiegen. Rühren!", ["3.1. Das Mehl wiegen.", "Rühren!"]),
+        ("zh", "3．本法自公布之日起施行。", ["3．本法自公布之日起施行。"]),
+        ("zh", "很好吃。（2）. 下次还来。", ["很好吃。", "（2）. 下次还来。"]),
+        ("en", "12. 13.", ["12. 13."]),
+    ],
+)
+def test_what_has_no_letter_is_no_sentence(language: str, paragraph: str, sentences: list[str]):
+    found = split_sentences(paragraph, sentence_splitter(language))
+    assert [s.strip() for s in found] == sentences
+
+
 @pytest.mark.parametrize("unit", ["x", "字", "word ", "0123456789" * 250 + " ", "🐎 "])
 def test_a_line_without_end_is_cut_and_kept(unit: str):
     document = unit * (1_000_000 // len(unit))

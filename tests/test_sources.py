@@ -272,6 +272,11 @@ def test_each_source_is_read_its_own_way_and_ends_in_a_line(tmp_path: Path, caps
         "corpus: json (layout dataset, weight 2): 6 bytes, 2 documents, 2 sentences, 4 words, "
         "left out: 1 empty",
     ]
+    manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())
+    third = manifest["sources"][2]
+    assert third["name"] == "json" and third["rejects"] == {"empty": 1} and third["words"] == 4
+    tokens = sum(manifest[split]["tokens"] for split in ("train", "held_out"))
+    assert sum(source["tokens"] for source in manifest["sources"]) == tokens
 
 
 def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):

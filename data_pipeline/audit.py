@@ -1,0 +1,442 @@
+"""Beside the journey, after the batches: the **audit**, what a run will train on in figures.
+
+Its measures are functions of pairs and token arrays and know nothing of the rule that drew them, so
+that tests hold other rules against them. Where a corpus is large they work on samples: the order of
+training is random, so its first pairs are one.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from data_pipeline.batches import BatchSource, build_batch
+from data_pipeline.config import PairsConfig
+from data_pipeline.hashing import draws, key
+from data_pipeline.masking import LONGEST_SPAN
+from data_pipeline.pairs import PAIR
+from data_pipeline.token_store import TokenStore, Vocabulary
+
+PAIRS, SEQUENCES = 200_000, 50_000  # at most, for what is measured on pairs and on masks
+MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # at most, of those sequences; of documents and sentences
+BLOCK = 4096  # pairs that are looked at together
+LONG = 6  # pieces: words of as many or more are counted together
+EXAMPLES = 12
+CHINESE = "[\u2e80-\u9fff\uff00-\uff65]"  # characters and marks that are written without spaces
+
+
+def histogram(values: np.ndarray, *, log: bool = False, bins: int = 32, top: float = 0) -> dict:
+    """Counts of values between edges: of equal width up to `top`, or two an octave."""
+    top = top or values.max(initial=2)
+    if log:
+        edges = np.unique(np.rint(2 ** (np.arange(2 * math.log2(top) + 2) / 2)))
+    elif top <= 1:
+        edges = np.linspace(0, top, bins + 1)
+    else:
+        width = math.ceil((top + 1) / bins)
+        edges = np.arange(0, top + 1 + width, width)
+    return {"edges": edges.tolist(), "counts": np.histogram(values, edges)[0].tolist()}
+
+
+def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The integers of all [start, end), one range after another."""
+    sizes = ends - starts
+    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+
+
+def decode(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
+    """Tokens as text: continuations joined to what they continue, Chinese without spaces."""
+    text = " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
+    return re.sub(f"(?<={CHINESE}) (?={CHINESE})", "", text)
+
+
+# ------------------------------------------------------------------------------------- the text
+
+
+def audit_corpus(store: TokenStore) -> dict:
+    """Lengths of documents and sentences, and the longest documents: tokens, sentences, share of
+    all, and how they begin."""
+    starts = store.sentence_offsets[store.document_offsets]
+    sizes, sentences = np.diff(starts), np.diff(store.document_offsets)
+    longest = np.argsort(-sizes, kind="stable")[:10].tolist()
+
+    def spread(offsets: np.ndarray) -> dict:
+        every = len(offsets) // SIZES + 1
+        return histogram(offsets[1::every] - offsets[:-1:every], log=True)
+
+    return {
+        "document_tokens": spread(starts),
+        "document_sentences": spread(store.document_offsets),
+        "sentence_tokens": spread(store.sentence_offsets),
+        "longest_documents": [
+            {
+                "document": i,
+                "tokens": int(sizes[i]),
+                "sentences": int(sentences[i]),
+                "share": int(sizes[i]) / len(store),
+                "begins": decode(
+                    store.vocabulary, store.take(starts[i] + np.arange(min(sizes[i], 24)))
+                ),
+            }
+            for i in longest
+        ],
+    }
+
+
+def audit_vocabulary(store: TokenStore) -> dict:
+    """How well the vocabulary serves the text: shares of its tokens, and their unigram entropy in
+    nats."""
+    vocabulary, counts = store.vocabulary, store.token_counts()
+    bare = [piece.removeprefix("##") for piece in vocabulary.pieces]
+    single = np.array([len(piece) == 1 and piece.isalpha() for piece in bare])
+    share = counts / counts.sum()
+    used = share[share > 0]
+    return {
+        "pieces": len(vocabulary),
+        "tokens_per_word": float(1 / share[~vocabulary.continues].sum()),
+        "unknown": float(share[vocabulary["[UNK]"]]),
+        "single_letters": float(share[single].sum()),
+        "never_used": float((share[vocabulary.ordinary] == 0).mean()),
+        "unigram_entropy": float(-(used * np.log(used)).sum()),
+    }
+
+
+# ------------------------------------------------------------------------------------- pairs
+
+
+def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarray]) -> dict:
+    """Labels and lengths of a `PAIR` array, and what lengths alone tell about labels.
+
+    `document_of` gives the document of each token position. The classifiers are fitted on the pairs
+    whose A is from one half of the documents and tested on the others; `balanced` gives both labels
+    equal weight, so that it is 0.5 for what tells nothing, whatever the majority.
+    """
+    label = pairs["label"].astype(bool)
+    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+    of_a, of_b = document_of(pairs["a_start"]), document_of(pairs["b_start"])
+    fit, elsewhere = half_of(of_a), of_a != of_b
+    return {
+        "pairs": len(pairs),
+        "tested": int((~fit).sum()),
+        "random": float(label.mean()),
+        "random_same_document": int((label & ~elsewhere).sum()),
+        "next_elsewhere": int((~label & (elsewhere | (pairs["b_start"] < pairs["a_end"]))).sum()),
+        "empty": int(((a == 0) | (b == 0)).sum()),
+        "longest": int((a + b).max()),
+        "majority": float(max(label[~fit].mean(), 1 - label[~fit].mean())),
+        "by_lengths": accuracy([a, b], label, fit),
+        "by_total": accuracy([a + b], label, fit),
+        "lengths": {
+            name: [histogram(values[label == x], top=int((a + b).max())) for x in (False, True)]
+            for name, values in (("a", a), ("b", b), ("total", a + b))
+        },
+    }
+
+
+def half_of(document: np.ndarray) -> np.ndarray:
+    """Whether each is of the half that classifiers are fitted on: of every second document, or, in
+    a single one, every second."""
+    names, number = np.unique(document, return_inverse=True)
+    return (number if len(names) > 1 else np.arange(len(document))) % 2 == 0
+
+
+def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> dict:
+    """Accuracies on `~fit` of the best guess for each cell of a table of the features' quantiles,
+    with some 100 pairs of `fit` a cell: as it is, and with both labels at equal weight."""
+    n = int(np.clip((fit.sum() / 100) ** (1 / len(features)), 2, 32))
+    cell = np.zeros(len(label), np.int64)
+    for values in features:
+        edges = np.unique(np.quantile(values[fit], np.arange(1, n) / n))
+        cell = cell * n + np.searchsorted(edges, values, side="right")
+    is_next, is_random = fit & ~label, fit & label
+    following, random = (
+        np.bincount(cell[x], minlength=cell.max() + 1) for x in (is_next, is_random)
+    )
+    even = is_next.sum() / max(is_random.sum(), 1)  # what a random pair weighs then
+    right, right_even = ((w * random > following)[cell] == label for w in (1, even))
+    each = [right_even[~fit & (label == x)] for x in (False, True)]
+    return {
+        "accuracy": float(right[~fit].mean()),
+        "balanced": float(np.mean([part.mean() for part in each if len(part)])),
+    }
+
+
+def audit_overlap(
+    store: TokenStore, pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarray]
+) -> dict:
+    """What shared words tell about labels: not a leak, but what a model has to beat."""
+    shared = np.empty(len(pairs))
+    for first in range(0, len(pairs), BLOCK):
+        part = pairs[first : first + BLOCK]
+        (a, of_a), (b, of_b) = (pair_words(store, part, name) for name in "ab")
+        found = np.isin(draws(a, of_a), draws(b, of_b))  # the same word in the same pair
+        words = np.bincount(of_a, minlength=len(part))
+        shared[first : first + BLOCK] = np.bincount(of_a, found, len(part)) / words
+    label = pairs["label"].astype(bool)
+    return {
+        "shared_words": [float(shared[label == x].mean()) for x in (False, True)],
+        "histograms": [histogram(shared[label == x], top=1) for x in (False, True)],
+        **accuracy([shared], label, half_of(document_of(pairs["a_start"]))),
+    }
+
+
+def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(a hash of each word of segment `name` of the pairs uint64, the number of its pair int64)."""
+    starts, ends = pairs[f"{name}_start"], pairs[f"{name}_end"]
+    places = ranges(starts, ends)
+    tokens, begins = store.take(places), store.starts_word(places)
+    begins[(np.cumsum(ends - starts) - (ends - starts))[ends > starts]] = True
+    word = np.flatnonzero(begins)
+    place = np.arange(len(tokens)) - word[np.cumsum(begins) - 1]
+    words = np.add.reduceat(draws(draws(key(1), place), tokens), word)
+    return words, np.repeat(np.arange(len(pairs)), ends - starts)[word]
+
+
+def audit_coverage(pairs: np.ndarray, sentence_offsets: np.ndarray) -> dict:
+    """Which tokens the pairs of an epoch use: in any pair, in several; and of the others, those cut
+    off in the middle of a sentence, and those of whole sentences. Counts of tokens."""
+    spans = np.concatenate(
+        [np.stack([pairs[f"{x}_start"], pairs[f"{x}_end"]], 1) for x in "ab"], dtype=np.int64
+    )
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    spans = spans[np.argsort(spans[:, 0])]
+    reached = np.maximum.accumulate(np.append(0, spans[:, 1]))
+    gap_start, gap_end = reached, np.append(spans[:, 0], sentence_offsets[-1])
+    gaps = gap_end > gap_start
+    gap_start, gap_end = gap_start[gaps], gap_end[gaps]
+    sentence_end = sentence_offsets[np.searchsorted(sentence_offsets, gap_start, side="left")]
+    tokens, cut = (
+        int(sentence_offsets[-1]),
+        int((np.minimum(sentence_end, gap_end) - gap_start).sum()),
+    )
+    missing = int((gap_end - gap_start).sum())
+    return {
+        "tokens": tokens,
+        "covered": (tokens - missing) / tokens,
+        "again": int((spans[:, 1] - spans[:, 0]).sum()) - (tokens - missing),
+        "cut": cut,
+        "left_out": missing - cut,
+    }
+
+
+def audit_boundaries(store: TokenStore, pairs: np.ndarray) -> int:
+    """How many segments start or end inside a word."""
+    edges = np.concatenate([pairs[name] for name in PAIR.names[:4]])
+    edges = edges[(edges > 0) & (edges < len(store))]
+    return int((~store.starts_word(edges)).sum())
+
+
+# ------------------------------------------------------------------------------------- masks
+
+
+def read_sequences(
+    store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """What training sees of the pairs, as `audit_masks` wants it, and the segment (0: A, 1: B) of
+    each token."""
+    parts = []
+    for first in range(0, len(pairs), BLOCK // 8):
+        part = pairs[first : first + BLOCK // 8]
+        batch = build_batch(store, data, part, streams[first : first + BLOCK // 8])
+        seen, cu = batch.input_ids.numpy(), batch.cu_seqlens.numpy()
+        ordinary, masked = np.ones(len(seen), bool), np.zeros(len(seen), bool)
+        masked[batch.masked_positions.numpy()] = True
+        for special in (cu[:-1], cu[:-1] + part["a_end"] - part["a_start"] + 1, cu[1:] - 1):
+            ordinary[special] = False
+        spans = [np.stack([part[f"a_{x}"], part[f"b_{x}"]], 1).ravel() for x in ("start", "end")]
+        places = ranges(*spans)
+        segment = batch.token_type_ids.numpy()[ordinary]
+        sequence = batch.sequence_ids.numpy()[ordinary]
+        starts = store.starts_word(places) | (data.masking == "token")
+        starts |= np.diff(2 * sequence + segment, prepend=-1) != 0
+        arrays = store.take(places), seen[ordinary], masked[ordinary], starts
+        parts.append((*arrays, sequence + first, segment))
+    return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+
+
+def audit_masks(
+    original: np.ndarray,
+    seen: np.ndarray,
+    masked: np.ndarray,
+    starts: np.ndarray,
+    sequence: np.ndarray,
+    vocabulary: Vocabulary,
+) -> dict:
+    """How much is masked, of which words, and what stands in its place.
+
+    Arrays (T,) over the tokens of all sequences, special ones left out: the token, what the model
+    sees, whether it is to be predicted, whether a word starts there, the number of its sequence.
+    """
+    word = np.cumsum(starts) - 1
+    pieces, hidden = np.bincount(word), np.bincount(word, masked)
+    size = np.minimum(pieces, LONG)
+    words, masked_words = np.bincount(size, minlength=LONG + 1), np.bincount(size, hidden > 0)
+    labels, shown = original[masked], seen[masked]
+    is_mask, is_kept = shown == vocabulary["[MASK]"], shown == labels
+    is_random = ~is_mask & ~is_kept
+    n = max(len(labels), 1)
+    in_sequence = np.bincount(sequence, masked)
+    share = in_sequence / np.bincount(sequence)
+    return {
+        "sequences": len(share),
+        "tokens": len(original),
+        "words_masked": int((hidden > 0).sum()),
+        "masked": float(masked.mean()),
+        "per_sequence": histogram(np.minimum(share, 0.4), bins=40, top=0.4),
+        "most_in_a_sequence": int(in_sequence.max()),
+        "without_masks": int((in_sequence == 0).sum()),
+        "partly_masked_words": int(((hidden > 0) & (hidden < pieces)).sum()),
+        "by_pieces": [
+            {"pieces": k, "words": int(words[k]), "masked": float(masked_words[k] / words[k])}
+            for k in range(1, LONG + 1)
+            if words[k]
+        ],
+        "replaced": {
+            "mask": float(is_mask.sum() / n),
+            "random": float(is_random.sum() / n),
+            "kept": float((~is_mask & is_kept).sum() / n),
+        },
+        "special_pieces": int((~np.isin(shown[is_random], vocabulary.ordinary)).sum()),
+        "changed_unmasked": int((original != seen)[~masked].sum()),
+    }
+
+
+def choose_examples(
+    store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
+) -> list[dict]:
+    """The first pairs of each label, decoded: (text, what the model sees, kind) of each word; kind
+    "" if it is not masked."""
+    each = EXAMPLES // 2 if data.objective != "none" else EXAMPLES
+    first = [np.flatnonzero(pairs["label"] == label)[:each] for label in (0, 1)]
+    chosen = np.sort(np.concatenate(first))
+    original, seen, masked, starts, sequence, segment = read_sequences(
+        store, data, pairs[chosen], streams[chosen]
+    )
+    pieces, mask = store.vocabulary.pieces, store.vocabulary["[MASK]"]
+    examples = [{"label": int(pairs["label"][i]), "segments": ([], [])} for i in chosen]
+    word = np.flatnonzero(starts)
+    for i, end in zip(word, np.append(word[1:], len(starts)), strict=True):
+        text = "".join(pieces[t].removeprefix("##") for t in original[i:end])
+        text = "##" * pieces[original[i]].startswith("##") + text
+        shown, kind = " ".join(pieces[t] for t in seen[i:end]), ""
+        if masked[i:end].any():
+            is_mask, kept = (seen[i:end] == mask).all(), (seen[i:end] == original[i:end]).all()
+            kind = "mask" if is_mask else "kept" if kept else "random"
+        examples[sequence[i]]["segments"][segment[i]].append((text, shown, kind))
+    return examples
+
+
+# ------------------------------------------------------------------------------------- the whole
+
+
+def percent(share: float) -> str:
+    """A share (0 to 1) as a reader wants it."""
+    return f"{100 * share:.2f} %"
+
+
+def pieces_name(pieces: int) -> str:
+    """The words of so many pieces, as the audit counts them."""
+    return {1: "1 piece", LONG: f"{LONG} pieces or more"}.get(pieces, f"{pieces} pieces")
+
+
+def check_results(result: dict) -> list[dict]:
+    """What the pairs and masks are to hold: name, what was found, what was wanted, whether it
+    holds. What is drawn may be off by three standard errors of the sample besides."""
+    settings, coverage, masks = result["settings"], result["coverage"], result["masks"]
+    objective, bound = settings["objective"], settings["max_predictions_per_seq"]
+    prob, checks = settings["masked_lm_prob"], []
+    together = LONGEST_SPAN if settings["masking"] == "span" else 1  # words of one draw, at most
+
+    def check(name: str, found: str, wanted: str, holds: bool) -> None:
+        checks.append({"name": name, "found": found, "wanted": wanted, "holds": bool(holds)})
+
+    def near(name: str, found: float, wanted: float, within: float, n: int) -> None:
+        within += 3 * math.sqrt(wanted * (1 - wanted) * together / max(n, 1))
+        text = f"{percent(wanted)} ± {100 * within:.2f}"
+        check(name, percent(found), text, abs(found - wanted) <= within)
+
+    def none(name: str, found: int) -> None:
+        check(name, f"{found:,}", "0", found == 0)
+
+    if objective != "none":
+        epoch, pairs = result["epoch"], result["pairs"]
+        found, half = epoch["random"], epoch["sequences"] // 2
+        what = "Random pairs of the epoch" if objective == "nsp" else "Swapped pairs"
+        check(what, f"{found:,} of {epoch['sequences']:,}", f"{half:,}", abs(found - half) <= 1)
+        if objective == "nsp":
+            none("Random B's from A's own document", pairs["random_same_document"])
+            none("IsNext B's that do not come after A", pairs["next_elsewhere"])
+        limit = 0.51 + 1.5 / math.sqrt(max(pairs["tested"], 1))
+        for name, text in (("by_lengths", "lengths of A and B"), ("by_total", "total length")):
+            told = pairs[name]["balanced"]
+            check(f"Labels told by the {text}", percent(told), f"≤ {percent(limit)}", told <= limit)
+    covered = coverage["covered"]
+    check("Tokens in a pair of the epoch", percent(covered), "≥ 99.50 %", covered >= 0.995)
+    none("Tokens in more than one", coverage["again"])
+    if bound is None:
+        near("Masked tokens", masks["masked"], prob, 0.002, masks["words_masked"])
+    else:
+        found = masks["most_in_a_sequence"]
+        check("Most masked tokens of a sequence", f"{found:,}", f"≤ {bound:,}", found <= bound)
+    if settings["masking"] != "token":
+        none("Words masked in part", masks["partly_masked_words"])
+    for row in masks["by_pieces"] if bound is None else []:
+        name = f"Masked words of {pieces_name(row['pieces'])}"
+        near(name, row["masked"], prob, 0.005, row["words"])
+    mask, random = settings["mask_replace_prob"], settings["random_replace_prob"]
+    for name, text, wanted in (
+        ("mask", "[MASK]", mask),
+        ("random", "a random piece", random),
+        ("kept", "the token itself", max(1 - mask - random, 0)),
+    ):
+        found = masks["replaced"][name]
+        near(f"In a masked place: {text}", found, wanted, 0.003, masks["words_masked"])
+    none("Special pieces among the random ones", masks["special_pieces"])
+    none("Tokens changed but not predicted", masks["changed_unmasked"])
+    return checks
+
+
+def audit_rule(
+    store: TokenStore, epoch: np.ndarray, sequences: Sequence[np.ndarray], data: PairsConfig
+) -> dict:
+    """What holds for the pairs of an epoch, in random order, and for sequences as `audit_masks`
+    wants them; both by any rule."""
+    starts = store.sentence_offsets[store.document_offsets]
+    pairs = epoch[:PAIRS]
+
+    def document_of(positions: np.ndarray) -> np.ndarray:
+        return np.searchsorted(starts, positions, side="right") - 1
+
+    lengths = epoch["a_end"] - epoch["a_start"] + epoch["b_end"] - epoch["b_start"]
+    result = {
+        "epoch": {
+            "sequences": len(epoch),
+            "random": int(epoch["label"].sum()),
+            "tokens_per_sequence": float(lengths.mean()),
+            "edges_inside_words": audit_boundaries(store, pairs),
+            "lengths": histogram(lengths),
+        },
+        "coverage": audit_coverage(epoch, store.sentence_offsets),
+        "masks": audit_masks(*sequences, store.vocabulary),
+    }
+    if data.objective != "none":
+        result["pairs"] = audit_pairs(pairs, document_of)
+        result["overlap"] = audit_overlap(store, pairs, document_of)
+    return result
+
+
+def audit_store(store: TokenStore, data: PairsConfig, seed: int) -> dict:
+    """The store, and the first epoch that a run with these settings draws from it."""
+    source = BatchSource(store, data, seed)
+    pairs, streams = source.examples(0, min(PAIRS, source.epoch_size(0)))
+    n = min(SEQUENCES, MASK_TOKENS // data.max_seq_length)
+    *sequences, _ = read_sequences(store, data, pairs[:n], streams[:n])
+    result = {
+        "settings": vars(data) | {"seed": seed},
+        "corpus": audit_corpus(store),
+        "vocabulary": audit_vocabulary(store),
+        **audit_rule(store, source.pairs(0), sequences, data),
+        "examples": choose_examples(store, data, pairs, streams),
+    }
+    return result | {"checks": check_results(result)}
