@@ -20,6 +20,7 @@ from data_pipeline.token_store import TokenStore
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
+RUN = 4096  # segments that are cut into chunks one after another
 BUCKET = 4  # chunks with B's of about equal length, half of which exchange them
 
 
@@ -79,7 +80,7 @@ def draw_pairs(
     document = segments.document[starts]
     order = key(seed, epoch, 1)
     if objective == "none":
-        return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros(len(starts)))
+        return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros_like(starts))
     middle, inside = split_chunks(store, segments, starts, edges, key(seed, epoch, 2))
     whole = np.flatnonzero(middle > edges[:-1])  # chunks of two words or more
     a_start, b_start, b_end = edges[:-1][whole], middle[whole], edges[1:][whole]
@@ -111,30 +112,25 @@ def chunk_starts(
 
     A share `short_seq_prob` of the chunks, and the first of each document, aim at a random shorter
     length, so that boundaries differ between epochs. Where a chunk starts depends on the chunk
-    before; which segments are starts is found for all documents at once by following the jumps in
-    powers of two.
+    before: all documents are gone through side by side, a long one in runs (a chunk starts at every
+    `RUN`th segment), so that none holds up the rest.
     """
     offsets, document = segments.offsets, segments.document
-    n = len(document)
-    numbers = np.arange(n)
-    draw = draws(stream, numbers)
-    first = np.diff(document, prepend=-1) != 0
-    short = (draw & np.uint64(0xFFFF)) < np.uint64(round(short_seq_prob * 65536))
-    target = np.full(n, max_tokens)
-    target[first] = max_tokens // 2 + below(draw[first], max_tokens - max_tokens // 2 + 1)
-    target[short] = 2 + below(draw[short], max_tokens - 1)
-    document_end = np.append(np.flatnonzero(first), n)[np.cumsum(first)]
-    jump = np.searchsorted(offsets, offsets[:-1] + target, side="right") - 1
-    jump = np.minimum(np.maximum(jump, numbers + 1), document_end)
-    is_start = np.append(first, True)
-    jump = np.append(jump, n)
-    longest = np.bincount(document).max()
-    reach = jump.copy()
-    for _ in range(int(longest).bit_length()):
-        is_start[reach[np.flatnonzero(is_start)]] = True
-        reach = reach[reach]
-    starts = np.flatnonzero(is_start[:-1])
-    return borrow(offsets, document, starts, max_tokens)
+    draw = draws(stream, np.arange(len(document)))
+    is_start = run_starts(document)
+    is_start[int(stream) % RUN :: RUN] = True
+    first = np.flatnonzero(is_start)
+    short = np.flatnonzero(draw & np.uint64(0xFFFF) < np.uint64(round(short_seq_prob * 65536)))
+    limit = offsets[:-1] + max_tokens  # where the chunk ends that starts there
+    limit[first] -= below(draw[first], max_tokens - max_tokens // 2 + 1)
+    limit[short] = offsets[short] + 2 + below(draw[short], max_tokens - 1)
+    at, end = first, np.append(first[1:], len(document))  # the chunk to be cut of each run
+    while len(at):
+        at = np.maximum(offsets.searchsorted(limit[at], side="right") - 1, at + 1)
+        more = at < end
+        at, end = at[more], end[more]
+        is_start[at] = True
+    return borrow(offsets, document, np.flatnonzero(is_start), max_tokens)
 
 
 def borrow(
@@ -198,7 +194,7 @@ def exchange(
     n = len(document)
     check_documents(document)
     numbers = np.arange(n)
-    by_length = sort_packed(inside, length, draw=draw, last=numbers)
+    by_length = sort_rows(inside, length, draw=draw)
     document, draw = document[by_length], draw[by_length]
     size = BUCKET
     two = np.count_nonzero(np.bincount(document)) == 2
@@ -228,11 +224,22 @@ def exchange(
     return takers[places_before + turned], takers
 
 
-def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Sort rows by the columns, then by `draw`, then by `last`; returns `last` in that order.
+def sort_rows(*columns: np.ndarray, draw: np.ndarray) -> np.ndarray:
+    """The order of rows by the columns, then by the upper 32 bits of `draw`: int64 (n,).
 
-    All in one integer a row, which sorts ten times as fast as rows: of `draw`, random uint64, as
-    many bits as the others, non-negative, leave.
+    Keys of 16 bits are what numpy sorts by radix, three times as fast as whole numbers.
+    """
+    halves = draw.astype("<u8").view("<u2").reshape(-1, 4).T[2:]
+    keys = [column.astype(np.min_scalar_type(column.max())) for column in reversed(columns)]
+    return np.lexsort([*halves, *keys])
+
+
+def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Sort rows by the columns, the first of which ascends already, then by `draw`, then by `last`;
+    returns `last` in that order.
+
+    All in one integer a row: of `draw`, random uint64, as many bits as the others, non-negative,
+    leave. The stable sort is the fast one of numbers that are nearly in order.
     """
     bits = [int(column.max()).bit_length() for column in (*columns, last)]
     room = max(64 - sum(bits), 0)
@@ -243,7 +250,7 @@ def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.
     if room:
         packed = (packed << np.uint64(room)) | (draw >> np.uint64(64 - room))
     packed = (packed << np.uint64(bits[-1])) | last.astype(np.uint64)
-    packed.sort()
+    packed.sort(kind="stable")
     return (packed & np.uint64(2 ** bits[-1] - 1)).astype(np.int64)
 
 
@@ -289,9 +296,6 @@ def truncate(
 
 def shuffle(stream: np.uint64, *columns: np.ndarray) -> np.ndarray:
     """A `PAIR` array of the columns, its rows in an order drawn from `stream`."""
-    numbers = np.arange(len(columns[0]))
-    order = sort_packed(draw=draws(stream, numbers), last=numbers)
-    pairs = np.empty(len(order), PAIR)
-    for name, column in zip(PAIR.names, columns, strict=True):
-        pairs[name] = column[order]
-    return pairs
+    order = sort_rows(draw=draws(stream, np.arange(len(columns[0]))))
+    rows = np.stack(columns, axis=1)
+    return rows.take(order, axis=0).view(PAIR)[:, 0]

@@ -127,21 +127,29 @@ def segments_of(corpus: Corpus, max_tokens: int) -> tuple[list[tuple[int, int, i
 
 
 def chunks_of(
-    segments: list[tuple[int, int, int]], max_tokens: int, short_seq_prob: float, stream: int
+    segments: list[tuple[int, int, int]],
+    max_tokens: int,
+    short_seq_prob: float,
+    stream: int,
+    run: int,
 ) -> list[list[int]]:
-    """Chunks, each a list of segment numbers."""
+    """Chunks, each a list of segment numbers; none goes past the end of a document or a run."""
+
+    def starts_run(i: int) -> bool:
+        return i == 0 or segments[i - 1][2] != segments[i][2] or i % run == stream % run
+
     chunks, i = [], 0
     while i < len(segments):
-        start, _, document = segments[i]
+        start = segments[i][0]
         value = draw(stream, i)
         target = max_tokens
-        if i == 0 or segments[i - 1][2] != document:
-            target = max_tokens // 2 + below(value, max_tokens - max_tokens // 2 + 1)
+        if starts_run(i):
+            target = max_tokens - below(value, max_tokens - max_tokens // 2 + 1)
         if value % 65536 < round(short_seq_prob * 65536):
             target = 2 + below(value, max_tokens - 1)
         chunk = [i]
         i += 1
-        while i < len(segments) and segments[i][2] == document and segments[i][1] - start <= target:
+        while i < len(segments) and not starts_run(i) and segments[i][1] - start <= target:
             chunk.append(i)
             i += 1
         chunks.append(chunk)
@@ -180,7 +188,7 @@ def exchanged(
     largest = max((documents.count(d) for d in set(documents)), default=0)
     if n < 4 or n - largest < n // 2 - n // 2 // 2:
         raise NotPossible(n, largest)
-    order = sorted(range(n), key=lambda i: (inside[i], lengths[i], draw(stream, i)))
+    order = sorted(range(n), key=lambda i: (inside[i], lengths[i], draw(stream, i) >> 32))
     size = bucket_size
     while True:
         count = max(n // size, 1)
@@ -232,11 +240,12 @@ def reference_pairs(
     seed: int,
     epoch: int,
     bucket_size: int,
+    run: int,
 ) -> list[tuple[int, ...]]:
     """What `draw_pairs` must give, as tuples; raises `NotPossible`."""
     max_tokens = max_seq_length - SPECIAL_COUNT[objective]
     segments, word_starts = segments_of(corpus, max_tokens)
-    chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
+    chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0), run)
     halves, documents, inside = [], [], []
     for chunk in chunks:
         start, end = segments[chunk[0]][0], segments[chunk[-1]][1]
@@ -262,7 +271,7 @@ def reference_pairs(
         halves = [truncated(half, word_starts, max_tokens) for half in halves]
     pairs = [(*half, label) for half, label in zip(halves, labels, strict=True)]
     stream = key(seed, epoch, 1)
-    return [pairs[i] for i in sorted(range(len(pairs)), key=lambda i: draw(stream, i))]
+    return [pairs[i] for i in sorted(range(len(pairs)), key=lambda i: draw(stream, i) >> 32)]
 
 
 # --- masks and batches ----------------------------------------------------------------------------

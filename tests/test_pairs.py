@@ -1,6 +1,8 @@
 """Sentence pairs: every rule of `data_pipeline.pairs` against a slow rendering of it, and the
 properties that the rules exist for, on real text and on corpora of awkward shapes."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -98,7 +100,11 @@ def test_pairs_of_real_text_are_those_of_the_slow_rules(store, objective, max_se
     rules = RULES | {"objective": objective, "epoch": 2}
     found = pairs_of(store, max_seq_length, **rules)
     wanted = reference_pairs(
-        corpus_of(store), max_seq_length=max_seq_length, bucket_size=module.BUCKET, **rules
+        corpus_of(store),
+        max_seq_length=max_seq_length,
+        bucket_size=module.BUCKET,
+        run=module.RUN,
+        **rules,
     )
     assert found.tolist() == wanted
 
@@ -111,19 +117,23 @@ def test_pairs_of_real_text_are_those_of_the_slow_rules(store, objective, max_se
     short_seq_prob=st.sampled_from([0.0, 0.1, 0.9]),
     seed=st.integers(0, 2**63 - 1),
     epoch=st.integers(0, 3),
+    run=st.sampled_from([1, 3, 10, module.RUN]),
 )
-def test_pairs_of_any_corpus_are_those_of_the_slow_rules(corpus, max_seq_length, **rules) -> None:
+def test_pairs_of_any_corpus_are_those_of_the_slow_rules(
+    corpus, max_seq_length, run, **rules
+) -> None:
     try:
         wanted = reference_pairs(
-            corpus, max_seq_length=max_seq_length, bucket_size=module.BUCKET, **rules
+            corpus, max_seq_length=max_seq_length, bucket_size=module.BUCKET, run=run, **rules
         )
     except NotPossible:
         wanted = None
-    if not wanted:  # no pair at all is the same mistake
-        with pytest.raises(UserError):
-            pairs_of(make_store(corpus), max_seq_length, **rules)
-    else:
-        assert pairs_of(make_store(corpus), max_seq_length, **rules).tolist() == wanted
+    with mock.patch.object(module, "RUN", run):
+        if not wanted:  # no pair at all is the same mistake
+            with pytest.raises(UserError):
+                pairs_of(make_store(corpus), max_seq_length, **rules)
+        else:
+            assert pairs_of(make_store(corpus), max_seq_length, **rules).tolist() == wanted
 
 
 # --- what must hold on any corpus -----------------------------------------------------------------
