@@ -76,6 +76,9 @@ def draw_pairs(
         raise UserError("the corpus has no text to make sequences of; add text")
     max_tokens = max_seq_length - SPECIALS[objective]
     starts = chunk_starts(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
+    if objective == "sop":
+        back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, key(seed, epoch, 0))
+        starts = choose_directions(segments, starts, back, key(seed, epoch, 5))
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
     document = segments.document[starts]
     order = key(seed, epoch, 1)
@@ -131,6 +134,26 @@ def chunk_starts(
         at, end = at[more], end[more]
         is_start[at] = True
     return borrow(offsets, document, np.flatnonzero(is_start), max_tokens)
+
+
+def mirrored(segments: Segments) -> Segments:
+    """The segments from the last to the first."""
+    return Segments(segments.offsets[-1] - segments.offsets[::-1], segments.document[::-1])
+
+
+def choose_directions(
+    segments: Segments, forth: np.ndarray, back: np.ndarray, stream: np.uint64
+) -> np.ndarray:
+    """`forth`, but in half of the documents, by chance, the chunks whose ends are `back` in the
+    mirror.
+
+    A sentence that does not fit begins the next chunk, so halves that come first are longer, and
+    swapped ones would show by their lengths; cut from the end back, they are as much shorter.
+    """
+    back = np.append(0, len(segments.document) - back[:0:-1])
+    turned = draws(stream, np.arange(segments.document[-1] + 1)) >> np.uint64(63) == 1
+    of_forth, of_back = turned[segments.document[forth]], turned[segments.document[back]]
+    return np.sort(np.concatenate([forth[~of_forth], back[of_back]]))
 
 
 def borrow(

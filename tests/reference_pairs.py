@@ -246,6 +246,14 @@ def reference_pairs(
     max_tokens = max_seq_length - SPECIAL_COUNT[objective]
     segments, word_starts = segments_of(corpus, max_tokens)
     chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0), run)
+    if objective == "sop":
+        # half of the documents are cut from the end back: the same rule before a mirror
+        mirror = [(-end, -start, document) for start, end, document in reversed(segments)]
+        back = chunks_of(mirror, max_tokens, short_seq_prob, key(seed, epoch, 0), run)
+        back = [[len(segments) - 1 - i for i in reversed(chunk)] for chunk in back]
+        turned = [draw(key(seed, epoch, 5), number) >> 63 for number in range(len(corpus))]
+        chunks = [c for c in chunks if not turned[segments[c[0]][2]]]
+        chunks = sorted(chunks + [c for c in back if turned[segments[c[0]][2]]])
     halves, documents, inside = [], [], []
     for chunk in chunks:
         start, end = segments[chunk[0]][0], segments[chunk[-1]][1]

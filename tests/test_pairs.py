@@ -342,6 +342,23 @@ def test_lengths_of_a_larger_corpus_do_not_tell_the_label(max_seq_length) -> Non
         assert advantage(features, pairs["label"], test) < bound, name
 
 
+@pytest.mark.parametrize("max_seq_length", [64, 128, 512])
+def test_lengths_do_not_tell_whether_halves_are_swapped(max_seq_length) -> None:
+    # cut from the start on in all documents, the halves tell 3 points
+    store = make_store(random_corpus(1, 700, 20.0))
+    pairs = np.concatenate(
+        [pairs_of(store, max_seq_length, objective="sop", epoch=epoch) for epoch in range(40)]
+    )
+    half = np.random.default_rng(0).permutation(store.n_documents) % 2
+    test = half[documents(store, pairs["a_start"])] == 1
+    features = length_features(pairs, max_seq_length)
+    a, b = lengths(pairs)
+    features["which is longer"] = (a > b).astype(np.int64)
+    for name, values in features.items():
+        bound = 0.01 + 2.5 / np.sqrt(test.sum())
+        assert advantage(values, pairs["label"], test) < bound, name
+
+
 def test_the_published_sampler_would_fail_the_length_test() -> None:
     # google-research/bert: a random B is drawn to fill the target, a true one is what is left; at
     # the end of a document what is left is short
