@@ -29,11 +29,13 @@ class Segments:
     """What chunks are made of: the sentences of a store, those too long for a sequence cut at
     words.
 
-    `offsets` int64 (segments + 1,) in tokens; `document` int64 (segments,) of each.
+    `offsets` int64 (segments + 1,) in tokens; `document` int64 (segments,) of each; `texts` int64
+    (documents,), one number for all copies of a document.
     """
 
     offsets: np.ndarray
     document: np.ndarray
+    texts: np.ndarray
 
 
 def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
@@ -51,7 +53,23 @@ def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
     offsets = np.sort(np.concatenate([offsets, np.array(extra, np.int64)]))
     document_starts = store.sentence_offsets[store.document_offsets]
     document = np.searchsorted(document_starts, offsets[:-1], side="right") - 1
-    return Segments(offsets, document)
+    return Segments(offsets, document, number_texts(store))
+
+
+def number_texts(store: TokenStore) -> np.ndarray:
+    """A number for each document, the same for copies: int64 (documents,).
+
+    The copies that a source's weight asks for follow one another in the store.
+    """
+    starts = store.sentence_offsets[store.document_offsets]
+    n_tokens, n_sentences = np.diff(starts), np.diff(store.document_offsets)
+    alike = (n_tokens[1:] == n_tokens[:-1]) & (n_sentences[1:] == n_sentences[:-1])
+    second = np.flatnonzero(alike) + 1
+    before = store.spans(starts[second - 1], starts[second])
+    these = store.spans(starts[second], starts[second + 1])
+    is_copy = np.zeros(len(n_tokens), bool)
+    is_copy[second] = [a.tobytes() == b.tobytes() for a, b in zip(before, these, strict=True)]
+    return np.cumsum(~is_copy) - 1
 
 
 def draw_pairs(
@@ -100,7 +118,8 @@ def draw_pairs(
         a_end[swap], b_end[swap] = b_end[swap], a_end[swap]
         label[swap] = 1
     else:
-        givers, takers = exchange(document[whole], b_end - b_start, inside[whole], draw)
+        text = segments.texts[document[whole]]
+        givers, takers = exchange(text, b_end - b_start, inside[whole], draw)
         b_start[takers], b_end[takers] = b_start[givers], b_end[givers]
         label[takers] = 1
         truncate(store, a_start, a_end, b_start, b_end, max_tokens)
@@ -138,7 +157,8 @@ def chunk_starts(
 
 def mirrored(segments: Segments) -> Segments:
     """The segments from the last to the first."""
-    return Segments(segments.offsets[-1] - segments.offsets[::-1], segments.document[::-1])
+    offsets = segments.offsets[-1] - segments.offsets[::-1]
+    return Segments(offsets, segments.document[::-1], segments.texts)
 
 
 def choose_directions(

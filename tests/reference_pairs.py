@@ -55,6 +55,17 @@ def make_store(corpus: Corpus, shards: int = 1) -> TokenStore:
     return store
 
 
+def copied(corpus: Corpus, copies: int) -> TokenStore:
+    """A store with each document of `corpus` so many times, one after another."""
+    store = make_store([document for document in corpus for _ in range(copies)])
+    starts = store.sentence_offsets[store.document_offsets]
+    tokens = store.tokens[0]
+    for i in range(store.n_documents):
+        first = starts[i // copies * copies]
+        tokens[starts[i] : starts[i + 1]] = tokens[first : first + starts[i + 1] - starts[i]]
+    return store
+
+
 def corpus_of(store: TokenStore) -> Corpus:
     """The word lengths of a store, read from its pieces."""
     tokens = [int(token) for shard in store.tokens for token in shard]
@@ -241,8 +252,12 @@ def reference_pairs(
     epoch: int,
     bucket_size: int,
     run: int,
+    copies: int = 1,
 ) -> list[tuple[int, ...]]:
-    """What `draw_pairs` must give, as tuples; raises `NotPossible`."""
+    """What `draw_pairs` must give, as tuples; raises `NotPossible`.
+
+    Of `corpus`, every `copies` documents are one text.
+    """
     max_tokens = max_seq_length - SPECIAL_COUNT[objective]
     segments, word_starts = segments_of(corpus, max_tokens)
     chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0), run)
@@ -263,7 +278,7 @@ def reference_pairs(
         middle = split_at(chunk, segments, word_starts, key(seed, epoch, 2))
         if middle is not None:
             halves.append([start, middle, middle, end])
-            documents.append(segments[chunk[0]][2])
+            documents.append(segments[chunk[0]][2] // copies)
             inside.append(len(chunk) == 1)
     labels = [0] * len(halves)
     if objective == "sop":

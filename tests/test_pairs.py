@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reference_pairs import (
     Corpus,
     NotPossible,
+    copied,
     corpus_of,
     draw,
     key,
@@ -118,22 +119,29 @@ def test_pairs_of_real_text_are_those_of_the_slow_rules(store, objective, max_se
     seed=st.integers(0, 2**63 - 1),
     epoch=st.integers(0, 3),
     run=st.sampled_from([1, 3, 10, module.RUN]),
+    copies=st.sampled_from([1, 1, 1, 2, 3]),
 )
 def test_pairs_of_any_corpus_are_those_of_the_slow_rules(
-    corpus, max_seq_length, run, **rules
+    corpus, max_seq_length, run, copies, **rules
 ) -> None:
+    store = copied(corpus, copies)
     try:
         wanted = reference_pairs(
-            corpus, max_seq_length=max_seq_length, bucket_size=module.BUCKET, run=run, **rules
+            [document for document in corpus for _ in range(copies)],
+            max_seq_length=max_seq_length,
+            bucket_size=module.BUCKET,
+            run=run,
+            copies=copies,
+            **rules,
         )
     except NotPossible:
         wanted = None
     with mock.patch.object(module, "RUN", run):
         if not wanted:  # no pair at all is the same mistake
             with pytest.raises(UserError):
-                pairs_of(make_store(corpus), max_seq_length, **rules)
+                pairs_of(store, max_seq_length, **rules)
         else:
-            assert pairs_of(make_store(corpus), max_seq_length, **rules).tolist() == wanted
+            assert pairs_of(store, max_seq_length, **rules).tolist() == wanted
 
 
 # --- what must hold on any corpus -----------------------------------------------------------------
@@ -405,6 +413,26 @@ def test_a_dominating_document_works_up_to_three_quarters_of_the_pairs(others) -
         assert (apart == (pairs["label"] == 1)).all()
     with pytest.raises(UserError, match=r"\b84 pairs.*\b64 of them from one document.*75 %"):
         pairs_of(store(64), 16)
+
+
+@pytest.mark.parametrize("max_seq_length", [64, 128])
+def test_a_random_b_is_never_from_a_copy_of_its_document(max_seq_length) -> None:
+    # of four documents thrice, every sixth B of another number is from a copy
+    store = copied(random_corpus(5, 4, 30.0), 3)
+    for epoch in range(5):
+        pairs = pairs_of(store, max_seq_length, epoch=epoch)
+        random = pairs["label"] == 1
+        assert random.sum() == len(pairs) // 2
+        of_a, of_b = (documents(store, pairs[name]) // 3 for name in ("a_start", "b_start"))
+        assert ((of_a != of_b) == random).all()
+    with pytest.raises(UserError, match="from one document"):
+        pairs_of(copied([sentences(40)], 3), 16)
+
+
+def test_documents_of_equal_lengths_are_no_copies() -> None:
+    assert module.number_texts(make_store([sentences(9)] * 5)).tolist() == [0, 1, 2, 3, 4]
+    assert module.number_texts(copied([sentences(9)] * 3, 2)).tolist() == [0, 0, 1, 1, 2, 2]
+    assert module.number_texts(make_store([])).tolist() == []
 
 
 def test_a_dominating_document_costs_little_text() -> None:
