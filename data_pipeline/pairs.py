@@ -232,39 +232,49 @@ def exchange(
 
     Chunks are sorted by the length of B (those that start inside a sentence apart) and dealt into
     buckets. In each, half of the chunks take part, a document with at most half of the places;
-    sorted by document and turned by half, no B meets its own document.
+    sorted by document and turned by half, no B meets its own document. Where a document has too
+    much of a bucket, that one and its neighbour become one.
     """
     n = len(document)
     check_documents(document)
-    numbers = np.arange(n)
     by_length = sort_rows(inside, length, draw=draw)
     document, draw = document[by_length], draw[by_length]
-    size = BUCKET
     two = np.count_nonzero(np.bincount(document)) == 2
+    giver = np.full(n, -1)
+    size, rows = BUCKET, np.arange(n)  # of the buckets to be dealt with
     while True:
-        bucket = np.minimum(numbers // size, max(n // size - 1, 0))
+        bucket = np.minimum(rows // size, max(n // size - 1, 0))
         first = bucket * size
         places = np.bincount(bucket) // 2  # chunks of each bucket that exchange
         if two:
             places -= places % 2  # two documents can only swap B's
         # in each bucket by document, and which of them are over their document's limit
-        by_document = first + sort_packed(bucket, document, draw=draw, last=numbers - first)
+        by_document = first + sort_packed(
+            bucket, document[rows], draw=draw[rows], last=rows - first
+        )
+        numbers = np.arange(len(rows))
         runs = run_starts(bucket, document[by_document])
         over = numbers - np.maximum.accumulate(np.where(runs, numbers, 0)) >= (places // 2)[bucket]
         # half of them, those over the limit last
-        chosen_first = sort_packed(bucket, over, draw=draw[by_document], last=numbers - first)
-        chosen = np.zeros(n, bool)
-        chosen[(first + chosen_first)[numbers - first < places[bucket]]] = True
-        if not (chosen & over).any():
+        chosen_first = sort_packed(bucket, over, draw=draw[by_document], last=rows - first)
+        chosen_first += numbers - (rows - first)
+        chosen = np.zeros(len(rows), bool)
+        chosen[chosen_first[rows - first < places[bucket]]] = True
+        takers, of_taker = by_document[chosen], bucket[chosen]
+        before, places = (np.cumsum(places) - places)[of_taker], places[of_taker]
+        turned = (np.arange(len(takers)) - before + places // 2) % places
+        giver[rows] = -1
+        giver[takers] = takers[before + turned]
+        failed = bucket[chosen & over]  # some document has more than three quarters of it
+        if not len(failed):
             break
         if size >= n:
             raise AssertionError("check_documents lets no such corpus pass")
-        size *= 2  # some document has more than three quarters of a bucket
-    takers = by_length[by_document[chosen]]
-    places_before = (np.cumsum(places) - places)[bucket[chosen]]
-    places = places[bucket[chosen]]
-    turned = (np.arange(len(takers)) - places_before + places // 2) % places
-    return takers[places_before + turned], takers
+        size *= 2
+        merged = np.minimum(np.arange(n) // size, max(n // size - 1, 0))
+        rows = np.flatnonzero(np.isin(merged, np.minimum(failed // 2, merged[-1])))
+    takers = np.flatnonzero(giver >= 0)
+    return by_length[giver[takers]], by_length[takers]
 
 
 def sort_rows(*columns: np.ndarray, draw: np.ndarray) -> np.ndarray:

@@ -200,15 +200,22 @@ def exchanged(
     if n < 4 or n - largest < n // 2 - n // 2 // 2:
         raise NotPossible(n, largest)
     order = sorted(range(n), key=lambda i: (inside[i], lengths[i], draw(stream, i) >> 32))
-    size = bucket_size
-    while True:
-        count = max(n // size, 1)
-        buckets = [order[i * size : (i + 1) * size if i < count - 1 else n] for i in range(count)]
-        taken = [exchanged_in(bucket, documents, stream) for bucket in buckets]
-        if None not in taken:
-            return {taker: giver for part in taken for taker, giver in part.items()}
-        assert size < n, "one bucket of all chunks must do"
+    size, givers = bucket_size, {}
+    todo = set(range(max(n // size, 1)))
+    while todo:
+        count, failed = max(n // size, 1), set()
+        for number in todo:
+            bucket = order[number * size : (number + 1) * size if number < count - 1 else n]
+            for taker in bucket:
+                givers.pop(taker, None)
+            found = exchanged_in(bucket, documents, stream)
+            if found is None:
+                failed.add(number)
+            givers |= found or {}
+        assert not failed or size < n, "one bucket of all chunks must do"
         size *= 2
+        todo = {min(number // 2, max(n // size, 1) - 1) for number in failed}
+    return givers
 
 
 def exchanged_in(bucket: list[int], documents: list[int], stream: int) -> dict[int, int] | None:
