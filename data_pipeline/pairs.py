@@ -21,6 +21,7 @@ from data_pipeline.token_store import TokenStore
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
 RUN = 4096  # segments that are cut into chunks one after another
+PART_TOKENS = 1 << 28  # of a corpus, that are planned at once: in some 1 GB
 BUCKET = 4  # chunks with B's of about equal length, half of which exchange them
 
 
@@ -36,6 +37,23 @@ class Segments:
     offsets: np.ndarray
     document: np.ndarray
     texts: np.ndarray
+
+
+def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[np.ndarray]:
+    """The documents of each of `n_parts` parts of the store, as `Part` takes them.
+
+    Runs of documents, hundreds a part, are dealt by chance, so that each part is a sample of the
+    whole. A part is empty only beside a document that is longer than a part.
+    """
+    starts = store.sentence_offsets[store.document_offsets]
+    run_tokens = len(store) / (256 * n_parts)
+    edges = np.searchsorted(starts, np.arange(256 * n_parts) * run_tokens)
+    edges = np.unique(np.append(edges, store.n_documents))
+    runs = np.stack([edges[:-1], edges[1:]], axis=1)
+    dealt = sort_rows(draw=draws(stream, np.arange(len(runs))))
+    tokens = np.diff(starts[edges])[dealt]
+    part = (np.cumsum(tokens) - tokens) * n_parts // len(store)
+    return [runs[np.sort(dealt[part == number])] for number in range(n_parts)]
 
 
 def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
