@@ -35,7 +35,7 @@ class HeldOut:
         if not len(store):
             raise UserError("no document is held out; raise corpus.held_out")
         source = BatchSource(store, data, SEED)
-        self.size = min(examples, source.epoch_size(0))
+        self.size = min(examples, source.part_size(0))
         starts = range(0, self.size, micro_batch_size)
         mine = starts[accelerator.process_index :: accelerator.num_processes]
         self.batches: list[Batch] = [

@@ -179,8 +179,8 @@ def describe(
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {accelerator.num_processes} x "
         f"{accelerator.device.type}, {accelerator.mixed_precision.replace('no', 'fp32')}; "
-        f"{train.global_batch_size} sequences a step, "
-        f"{source.epoch_size(0):,} pairs an epoch, from step {start:,} to {train.max_steps:,}"
+        f"{train.global_batch_size} sequences a step, {source.part_size(0) * source.n_parts:,} "
+        f"pairs an epoch, from step {start:,} to {train.max_steps:,}"
     )
     batch = source.batch(start * train.global_batch_size, 1)
     labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))

@@ -50,12 +50,12 @@ def train(config: Config) -> None:
     vocabulary = read_vocabulary(data_dir / "vocab")
     store = TokenStore(data_dir / "store", "train", vocabulary)
     source = BatchSource(store, config.data, config.seed)
-    source.epoch_size(0)  # a corpus that cannot give pairs says so now
+    source.part_size(0)  # a corpus that cannot give pairs says so now
     held_out = build_held_out(config, vocabulary, accelerator)
     contract = build_contract(config, store, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = find_state(run_dir, contract, accelerator)
-    source.epoch_sizes = state["epoch_sizes"] or source.epoch_sizes
+    source.part_sizes = state["epoch_sizes"] or source.part_sizes
 
     # model and optimizers
     torch.manual_seed(config.seed)
@@ -129,7 +129,7 @@ def train(config: Config) -> None:
                 tracker.log(done, state["evaluation"])
                 bar.write(evaluation_line(done, state["evaluation"]))
         if done % settings.save_every == 0 or ended:
-            state |= {"step": done, "window": window.tolist(), "epoch_sizes": source.epoch_sizes}
+            state |= {"step": done, "window": window.tolist(), "epoch_sizes": source.part_sizes}
             with clock.paused():
                 if main:
                     folder = run_dir / "checkpoints"

@@ -27,6 +27,7 @@ from data_pipeline.config import (
     load_config,
 )
 from data_pipeline.errors import UserError
+from data_pipeline.pairs import number_texts
 from data_pipeline.prepare import prepare
 from data_pipeline.selection import share_pieces
 from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
@@ -220,6 +221,9 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
     assert sum(i < 200 for i in held_out) == once and set(held_out.values()) == {1}
     assert not any(is_held_out[i] for i in train) and all(is_held_out[i] for i in held_out)
     assert sum(i >= 200 for i in train) == is_held_out[200:].count(False)
+    vocabulary = read_vocabulary(tmp_path / "data/vocab")
+    store = TokenStore(tmp_path / "data/store", "train", vocabulary)
+    assert number_texts(store)[-1] + 1 == len(train)  # copies are known to be one text
     # the rule: those with the lowest hashes
     order = sorted(
         (i for i in range(101) if not is_held_out[i]),
