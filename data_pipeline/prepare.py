@@ -53,7 +53,7 @@ from data_pipeline.words import (
 )
 
 SPLITS = ("train", "held_out")
-BATCH_CHARACTERS = 1 << 20  # of sentences that are numbered together
+BATCH_CHARACTERS = 1 << 17  # of sentences that are numbered together: what a cache holds
 BATCH_SENTENCES = 1 << 16  # that are encoded together
 BATCH_WORDS = 1 << 20  # whose starts are packed together
 SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a split, with types
