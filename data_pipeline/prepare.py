@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ from data_pipeline.words import (
 
 SPLITS = ("train", "held_out")
 BATCH_CHARACTERS = 1 << 17  # of sentences that are numbered together: what a cache holds
-BATCH_SENTENCES = 1 << 16  # that are encoded together
+BATCH_SENTENCES = 1 << 12  # that are encoded together
 BATCH_WORDS = 1 << 20  # whose starts are packed together
 SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a split, with types
 
@@ -387,9 +388,9 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
     tokenizer = build_tokenizer(pieces, vocab)
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
     ids = [[], *(tokenize_word(tokenizer.model, word) for word in words[1:])]
-    lengths = np.array([len(word) for word in ids])
+    lengths = np.array([len(word) for word in ids], np.int32)
     table = np.fromiter((i for word in ids for i in word), dtype_of(len(pieces)), lengths.sum())
-    starts = np.cumsum(lengths) - lengths
+    starts = np.cumsum(lengths, dtype=np.int32) - lengths
     with written_beside(out, shared=True) as folder:
         for split in SPLITS:
             encode_split(scan / split, folder / split, table, starts, lengths)
@@ -427,23 +428,21 @@ def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.n
     out.mkdir()
     words = np.memmap(scan / "words.u4", "<u4", "r")
     sentences = np.fromfile(scan / "sentences.i4", "<i4")
-    ends = np.cumsum(sentences, dtype=np.int64)
-    per_sentence = np.empty(len(sentences), np.int64)
-    batches = [slice(i, i + BATCH_SENTENCES) for i in range(0, len(sentences), BATCH_SENTENCES)]
-    for batch in batches:
-        n = lengths[words[ends[batch][0] - sentences[batch][0] : ends[batch][-1]]]
-        per_sentence[batch] = np.add.reduceat(
-            n, ends[batch] - sentences[batch] - (ends[batch][0] - sentences[batch][0])
-        )
-    offsets = np.concatenate([[0], np.cumsum(per_sentence)])
+    edges = np.zeros(len(sentences) + 1, np.int64)  # of sentences, in words
+    np.cumsum(sentences, out=edges[1:])
+    bounds = [*range(0, len(sentences), BATCH_SENTENCES), len(sentences)]
+    offsets = np.zeros(len(sentences) + 1, np.int64)  # the same in tokens
+    for a, b in pairwise(bounds):
+        n = lengths[words[edges[a] : edges[b]]]
+        offsets[a + 1 : b + 1] = np.add.reduceat(n, edges[a:b] - edges[a])
+    np.cumsum(offsets, out=offsets)
     tokens = np.lib.format.open_memmap(out / "tokens.npy", "w+", table.dtype, (int(offsets[-1]),))
-    for batch in batches:
-        part = words[ends[batch][0] - sentences[batch][0] : ends[batch][-1]]
+    for a, b in pairwise(bounds):
+        part = words[edges[a] : edges[b]]
         n = lengths[part]
-        source = np.repeat(starts[part] - (np.cumsum(n) - n), n)
-        source += np.arange(len(source))
-        first = offsets[batch.start]
-        tokens[first : first + len(source)] = table[source]
+        source = np.repeat(starts[part] - (np.cumsum(n, dtype=np.int32) - n), n)
+        source += np.arange(len(source), dtype=np.int32)
+        tokens[offsets[a] : offsets[b]] = table[source]
     tokens.flush()
     if (scan / "units.u1").exists():
         units = np.memmap(scan / "units.u1", "?", "r")
