@@ -27,6 +27,7 @@ from data_pipeline.errors import UserError
 
 PIECE_BYTES = 16 << 20  # of a plain file: what one worker reads at a time
 BLOCK_BYTES = 1 << 20
+READ_BYTES = 1 << 17  # that become text together: what a cache holds
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
@@ -242,7 +243,7 @@ def read_text(piece: Piece, source: SourceConfig) -> Iterator[str]:
         if piece.start:
             file.seek(piece.start)
         while True:
-            wanted = BLOCK_BYTES if piece.end is None else min(BLOCK_BYTES, piece.end - position)
+            wanted = READ_BYTES if piece.end is None else min(READ_BYTES, piece.end - position)
             block = read(file, wanted, piece.path)
             if position == 0 and is_mostly_nul(block) and source.encoding.startswith("utf-8"):
                 raise not_text(piece.path, source, block.index(0), "many bytes are NUL", block)
@@ -519,7 +520,7 @@ def text_hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def is_held_out(document: bytes, share: float) -> bool:
-    """Whether a document is kept for evaluation: by a hash of its text, whatever the order of
-    files."""
-    return text_hash(document) < share * 2**64
+def is_held_out(number: int, share: float) -> bool:
+    """Whether a document whose `text_hash` is `number` is kept for evaluation, whatever the order
+    of files."""
+    return number < share * 2**64

@@ -27,6 +27,7 @@ from data_pipeline.corpus import (
     is_held_out,
     list_pieces,
     name_source,
+    text_hash,
 )
 from data_pipeline.errors import UserError
 from data_pipeline.existing_vocab import make_vocabulary, read_existing
@@ -287,30 +288,31 @@ def scan_piece(
     `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each); where
     `corpus.words` names a segmenter also `units.u1` (whether a masking unit starts at each word).
     """
-    source, rejects, text_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
+    source, rejects, corpus_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
     split = sentence_splitter(source.language, source.sentences)
     segment = load_segmenter(source.words)
     selected.open()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
-    number = partial(number_words, split=splitter, index=index)
+    numbering = partial(number_words, split=splitter, index=index)
     if segment:
-        number = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
+        numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
     with written_beside(out, shared=True) as folder:
-        writers = {name: WordWriter(folder / name, number) for name in SPLITS}
+        writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
         size = 0
         for document in read_selected(piece, source, selected.hashes, rejects):
             data = document.encode("utf-8", "replace")
             size += len(data)
-            text_hash.update(data + b"\0")
-            held_out = is_held_out(data, corpus.held_out)
-            document, copies = selected.take(document, data, held_out, rejects)
+            corpus_hash.update(data + b"\0")
+            number = text_hash(data)
+            held_out = is_held_out(number, corpus.held_out)
+            document, copies = selected.take(document, number, held_out, rejects)
             sentences = list(split_sentences(document, split))
             for _ in range(copies):
                 writers[SPLITS[held_out]].add(sentences)
             if copies and not sentences:
                 rejects.add("without words")
         stats = {name: writer.close() for name, writer in writers.items()}
-        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": text_hash.hexdigest()}
+        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": corpus_hash.hexdigest()}
         (folder / "words.txt").write_bytes(b"\n".join(index))
         counts = writers["train"].counts
         np.save(folder / "counts.npy", np.pad(counts, (0, len(index) - len(counts))))

@@ -198,10 +198,9 @@ class Selection:
             self.seen[kind].add(number)
         return False
 
-    def take(self, document: str, data: bytes, held_out: bool, rejects: Rejects) -> tuple[str, int]:
-        """What is left of a document, UTF-8 `data`, without duplicates, and how often to take
-        it."""
-        number = text_hash(data) if self.earlier or self.shares else 0
+    def take(self, document: str, number: int, held_out: bool, rejects: Rejects) -> tuple[str, int]:
+        """What is left of a document, whose `text_hash` is `number`, without duplicates, and how
+        often to take it."""
         if self.earlier:
             if self.is_duplicate("documents", number):
                 rejects.add("duplicate")
