@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -284,8 +284,8 @@ def scan_piece(
 ) -> None:
     """Write the words of what is selected of a piece, numbered as they appear, to folder `out`.
 
-    `words.txt` (word i on line i), `counts.npy` (of training), `stats.json`, and for each split
-    `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each); where
+    `words.txt` (word i on line i), `stats.json`, and for each split `words.u4`, `sentences.i4`
+    (words in each), `documents.i4` (sentences in each) and `counts.npy` (of each word); where
     `corpus.words` names a segmenter also `units.u1` (whether a masking unit starts at each word).
     """
     source, rejects, corpus_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
@@ -314,8 +314,9 @@ def scan_piece(
         stats = {name: writer.close() for name, writer in writers.items()}
         stats |= {"bytes": size, "rejects": rejects.causes, "sha256": corpus_hash.hexdigest()}
         (folder / "words.txt").write_bytes(b"\n".join(index))
-        counts = writers["train"].counts
-        np.save(folder / "counts.npy", np.pad(counts, (0, len(index) - len(counts))))
+        for split in SPLITS:
+            counts = count_words(folder / split / "words.u4", len(index))
+            np.save(folder / split / "counts.npy", counts)
         (folder / "stats.json").write_text(json.dumps(stats))
 
 
@@ -329,7 +330,6 @@ class WordWriter:
         self.sentences: list[str] = []
         self.sizes: list[int] = []  # sentences of each waiting document
         self.waiting = 0  # characters
-        self.counts = np.zeros(0, np.int64)
         self.stats = {"documents": 0, "sentences": 0, "words": 0}
 
     def add(self, sentences: list[str]) -> bool:
@@ -348,10 +348,7 @@ class WordWriter:
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
         for name, array in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
             with open(self.folder / name, "ab") as file:
-                array.astype("<" + name[-2:]).tofile(file)
-        counts = np.bincount(numbers, minlength=len(self.counts))
-        counts[: len(self.counts)] += self.counts
-        self.counts = counts
+                array.astype("<" + name[-2:], copy=False).tofile(file)
         for name, number in (
             ("documents", np.count_nonzero(sizes)),
             ("sentences", np.count_nonzero(words)),
@@ -365,16 +362,21 @@ class WordWriter:
         return self.stats
 
 
+def count_words(path: Path, n: int) -> np.ndarray:
+    """How often each number below `n` is in a file of uint32: int64 (n,)."""
+    counts = np.zeros(n, np.int64)
+    with open(path, "rb") as file:
+        while len(words := np.fromfile(file, "<u4", BATCH_WORDS)):
+            counts += np.bincount(words, minlength=n)
+    return counts
+
+
 def merge_counts(scans: list[Path], split: str) -> WordCounts:
     """How often each word occurs in one split of all pieces, taken in their order."""
     total = WordCounts()
     for scan in scans:
         words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-        if split == "train":
-            counts = np.load(scan / "counts.npy")
-        else:
-            numbers = np.fromfile(scan / split / "words.u4", "<u4")
-            counts = np.bincount(numbers, minlength=len(words))
+        counts = np.load(scan / split / "counts.npy")
         found = np.flatnonzero(counts)
         total.add(zip((words[i] for i in found), counts[found].tolist(), strict=True))
     return total
@@ -387,11 +389,11 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
     """Write the token arrays of a scanned piece, for both splits, to folder `out`, and what the
     manifest says of them: `entries.json`."""
     pieces = read_vocabulary(vocab_dir).pieces
-    tokenizer = build_tokenizer(pieces, vocab)
+    tokenize = build_tokenizer(pieces, vocab).model.tokenize
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-    ids = [[], *(tokenize_word(tokenizer.model, word) for word in words[1:])]
-    lengths = np.array([len(word) for word in ids], np.int32)
-    table = np.fromiter((i for word in ids for i in word), dtype_of(len(pieces)), lengths.sum())
+    ids = [[], *([token.id for token in tokenize(word)] for word in words[1:])]
+    lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+    table = np.fromiter(chain.from_iterable(ids), dtype_of(len(pieces)), lengths.sum())
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     with written_beside(out, shared=True) as folder:
         for split in SPLITS:
@@ -417,10 +419,6 @@ def describe_shard(folder: Path) -> dict:
 def hash_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def tokenize_word(model, word: str) -> list[int]:
-    return [token.id for token in model.tokenize(word)]
 
 
 def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.ndarray) -> None:

@@ -167,8 +167,12 @@ def number_words(
     `index[END]` must be 0. A sentence without words (zero-width characters alone) has 0.
     """
     numbers = index.look_up(split("\n".join([*sentences, ""])))
-    ends = np.flatnonzero(numbers == 0)
-    return np.delete(numbers, ends), np.diff(ends, prepend=-1).astype(np.int32) - 1
+    return numbers[numbers > 0], sentence_sizes(numbers)
+
+
+def sentence_sizes(numbers: np.ndarray) -> np.ndarray:
+    """Words before each `END`, whose number is 0: int32."""
+    return np.diff(np.flatnonzero(numbers == 0), prepend=-1).astype(np.int32) - 1
 
 
 # ---------------------------------------------------------------------------------- units
@@ -220,9 +224,7 @@ def number_units(
     starts[:1] = True
     is_cut = code == RIGHT
     numbers, starts = code[~is_cut] >> 2, starts[~is_cut]
-    ends = np.flatnonzero(numbers == 0)
-    sizes = np.diff(ends, prepend=-1).astype(np.int32) - 1
-    return np.delete(numbers, ends), sizes, np.delete(starts, ends)
+    return numbers[numbers > 0], sentence_sizes(numbers), starts[numbers > 0]
 
 
 def cut_sentence(sentence: str, segment: Segmenter) -> str:
