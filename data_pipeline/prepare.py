@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 import shutil
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -346,9 +347,9 @@ class WordWriter:
         document = np.repeat(np.arange(len(self.sizes)), self.sizes)[words > 0]
         sizes = np.bincount(document, minlength=len(self.sizes))
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
-        for name, array in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
+        for name, values in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
             with open(self.folder / name, "ab") as file:
-                array.astype("<" + name[-2:], copy=False).tofile(file)
+                values.astype("<" + name[-2:], copy=False).tofile(file)
         for name, number in (
             ("documents", np.count_nonzero(sizes)),
             ("sentences", np.count_nonzero(words)),
@@ -391,10 +392,13 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
     pieces = read_vocabulary(vocab_dir).pieces
     tokenize = build_tokenizer(pieces, vocab).model.tokenize
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-    ids = [[], *([token.id for token in tokenize(word)] for word in words[1:])]
-    lengths = np.fromiter(map(len, ids), np.int32, len(ids))
-    table = np.fromiter(chain.from_iterable(ids), dtype_of(len(pieces)), lengths.sum())
-    starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    ids, ends = array("I"), array("I", [0])  # word 0 is the end of a sentence
+    for word in words[1:]:
+        ids.extend([token.id for token in tokenize(word)])
+        ends.append(len(ids))
+    table, ends = np.array(ids, dtype_of(len(pieces))), np.array(ends, np.int32)
+    lengths = np.diff(ends, prepend=np.int32(0))
+    starts = ends - lengths
     with written_beside(out, shared=True) as folder:
         for split in SPLITS:
             encode_split(scan / split, folder / split, table, starts, lengths)
