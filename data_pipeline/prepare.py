@@ -133,6 +133,9 @@ def prepare(
 
         # encode: numbered words -> token ids; other pieces of words would be other shards
         vocabulary = read_vocabulary(vocab_dir)
+        if share is None:  # to be looked at while the rest goes on
+            with written_beside(data_dir / "vocab") as folder:
+                shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
         name += "-" + vocabulary.sha256[:16]
         shards = [work_dir / f"{name}-shard-{i:05d}" for i in range(len(scans))]
         run("encoding", encode_scan, encode_tasks(scans, shards, stats, vocab_dir, config.vocab))
@@ -140,8 +143,6 @@ def prepare(
             print("encoded; when the whole array has: the same command with --finish instead")
             return
 
-        with written_beside(data_dir / "vocab") as folder:
-            shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
         manifest = assemble_store(shards, data_dir / "store", stats, key, vocabulary.sha256)
         shutil.rmtree(work_dir, ignore_errors=True)
     print_store(manifest, stats, pieces, config.corpus)
