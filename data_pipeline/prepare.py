@@ -57,7 +57,7 @@ from data_pipeline.words import (
 
 SPLITS = ("train", "held_out")
 BATCH_CHARACTERS = 1 << 17  # of sentences that are numbered together: what a cache holds
-BATCH_SENTENCES = 1 << 12  # that are encoded together
+BATCH_SENTENCES = 1 << 12  # that are encoded together, or numbered at most
 BATCH_WORDS = 1 << 20  # whose starts are packed together
 SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a split, with types
 
@@ -344,7 +344,9 @@ class WordWriter:
         return bool(sentences)
 
     def flush(self) -> None:
-        numbers, words, *starts = self.number(self.sentences)
+        firsts = range(0, len(self.sentences) or 1, BATCH_SENTENCES)  # a document may be huge
+        parts = [self.number(self.sentences[i : i + BATCH_SENTENCES]) for i in firsts]
+        numbers, words, *starts = map(np.concatenate, zip(*parts, strict=True))
         document = np.repeat(np.arange(len(self.sizes)), self.sizes)[words > 0]
         sizes = np.bincount(document, minlength=len(self.sizes))
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
