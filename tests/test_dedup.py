@@ -4,6 +4,7 @@ pieces, the workers and the interruptions.
 The reference is the rule said plainly: one walk through all documents with a set of what was seen.
 """
 
+import bz2
 import os
 import re
 import signal
@@ -149,6 +150,21 @@ def test_a_dataset_is_read_once(tmp_path: Path):
         kept, causes = by_pieces(config, tmp_path)
     assert (kept, causes) == (["one", "two é"], {"empty": 1, "duplicate": 1})
     assert len(calls) == len(pieces) == 1
+
+
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+def test_a_file_slow_to_decompress_is_read_once(tmp_path: Path, block: int):
+    text = "one\nline\n\ntwo é\n\none\nline\n\nthree"
+    (tmp_path / "a.txt.bz2").write_bytes(bz2.compress(text.encode()))
+    config = CorpusConfig(files=str(tmp_path / "a.txt.bz2"))
+    real, calls = corpus.read_text, []
+    with (
+        patch.object(corpus, "read_text", lambda *args: (calls.append(args), real(*args))[1]),
+        patch.object(selection, "BLOCK_BYTES", block),
+    ):
+        kept, causes = by_pieces(config, tmp_path)
+    assert (kept, causes) == (["one\nline", "two é", "three"], {"duplicate": 1})
+    assert len(calls) == 1
 
 
 # ---------------------------------------------------------------------------------- the command
