@@ -1,9 +1,9 @@
 """corpus -> **selection** -> sentences: what is dropped as a duplicate, and what the weights take.
 
 One cheap pass writes the hashes of each piece's documents and long paragraphs (and the text, where
-it would have to be fetched, parsed or decompressed again); merging the hashes tells every piece which of them an
-earlier piece has. So a piece can then be scanned alone, on any worker, and a text stays where it
-comes first in the order of pieces.
+it would have to be fetched, parsed or decompressed again); merging the hashes tells every piece
+which of them an earlier piece has. So a piece can then be scanned alone, on any worker, and a text
+stays where it comes first in the order of pieces.
 
 The rule of weights: of a source's N distinct documents to train on, weight w takes w N in all,
 rounded half up: each floor(w) times, and those with the lowest hashes once more. Held-out documents
@@ -26,8 +26,9 @@ from data_pipeline.processes import written_beside
 
 LONG = 100  # characters of a paragraph whose repetition is no chance
 MERGED = 1 << 24  # hashes that are compared at a time: about 500 MB
-COSTLY = ("dataset", "python-docs")  # layouts not to be read a second time, nor are these files:
-SLOW = (".bz2", ".xz")  # to decompress one again takes longer than to read it from the disk
+# layouts and files that take several times longer to read again than their text from the disk
+COSTLY = ("dataset", "python-docs", "parquet", "arrow", "csv", "tsv")
+SLOW = (".bz2", ".xz")
 KINDS = ("documents", "paragraphs")
 ALL = 2**64  # above every hash
 
