@@ -73,7 +73,15 @@ class TrainConfig:
     learning_rate: float = 1e-4
     """Highest learning rate, at the end of the warm-up."""
     warmup_steps: int = 10_000
-    """Updates of linear warm-up; linear decay to 0 follows."""
+    """Updates of linear warm-up."""
+    schedule: str = "linear"
+    """From the end of the warm-up to 0 at the end of the run: `linear`, `cosine`, `polynomial`, or
+    `trapezoid`, which stays at the top until `decay_steps` before the end and then falls linearly.
+    """
+    decay_power: float = 0.5
+    """Power p of `polynomial`: (share of the steps that is left) ** p."""
+    decay_steps: int | None = None
+    """Updates of the fall of `trapezoid`."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; biases and norms have none."""
     adam_beta1: float = 0.9
@@ -110,6 +118,23 @@ class TrainConfig:
             0 <= self.warmup_steps < self.max_steps,
             f"train.warmup_steps {self.warmup_steps} is not below train.max_steps {self.max_steps}",
         )
+        check_choice(
+            "train.schedule", self.schedule, ("linear", "cosine", "polynomial", "trapezoid")
+        )
+        check(0 < self.decay_power < inf, "train.decay_power is not a number above 0")
+        if self.schedule == "trapezoid":
+            after = self.max_steps - self.warmup_steps
+            check(
+                1 <= (self.decay_steps or 0) <= after,
+                f"train.decay_steps is {self.decay_steps}; train.schedule trapezoid wants 1 to "
+                f"{after}, the steps after the warm-up",
+            )
+        else:
+            check(
+                self.decay_steps is None,
+                f"train.decay_steps is given, and train.schedule {self.schedule} decays over all "
+                "steps after the warm-up; drop it, or set train.schedule=trapezoid",
+            )
         check(
             self.global_batch_size % self.micro_batch_size == 0,
             f"train.global_batch_size {self.global_batch_size} is not a multiple of "

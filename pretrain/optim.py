@@ -1,6 +1,8 @@
 """loss -> **optimizer**: which parameters decay, and the learning rate as a function of the
 step."""
 
+from math import cos, pi
+
 import torch
 from torch import nn
 
@@ -8,15 +10,22 @@ from pretrain.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The learning rate of update `step` (0 is the first): linear warm-up, then linear to 0 at
-    `max_steps`.
+    """The learning rate of update `step` (0 is the first): linear warm-up, then the decay of
+    `schedule` to 0 at `max_steps`, over the steps that the warm-up leaves, so that nothing jumps.
 
     A function of the step alone: a scheduler that Accelerate prepares steps once for every process.
     """
-    warmup = train.warmup_steps
+    top, warmup = train.learning_rate, train.warmup_steps
     if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    return train.learning_rate * (train.max_steps - step) / (train.max_steps - warmup)
+        return top * (step + 1) / warmup
+    left, decay = train.max_steps - step, train.max_steps - warmup
+    if train.schedule == "cosine":
+        return top * (1 - cos(pi * left / decay)) / 2
+    if train.schedule == "polynomial":
+        return top * (left / decay) ** train.decay_power
+    if train.schedule == "trapezoid":
+        decay = train.decay_steps
+    return top * min(left, decay) / decay
 
 
 def build_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:

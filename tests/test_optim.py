@@ -62,6 +62,45 @@ def test_learning_rate_without_warm_up_starts_at_its_top() -> None:
     assert learning_rate(99, train) == pytest.approx(3e-5)
 
 
+SCHEDULES = {
+    "linear": TRAIN,
+    "cosine": replace(TRAIN, schedule="cosine"),
+    "polynomial": replace(TRAIN, schedule="polynomial"),
+    "trapezoid": replace(TRAIN, schedule="trapezoid", decay_steps=30),
+}
+
+
+@pytest.mark.parametrize("train", SCHEDULES.values(), ids=SCHEDULES)
+def test_every_schedule_is_whole_where_the_warm_up_ends_and_never_climbs_again(train) -> None:
+    """NVIDIA's polynomial falls at once to 0.85 of the top there, after a warm-up of 28 %."""
+    train.validate()
+    rates = [learning_rate(step, train) for step in range(101)]
+    assert rates[9] == rates[10] == max(rates) == pytest.approx(3e-3)
+    assert all(a >= b > 0 for a, b in zip(rates[10:], rates[11:100], strict=False))
+    assert rates[100] == 0
+
+
+@pytest.mark.parametrize(
+    "name, shares",  # of the top, at half, at four fifths of the steps after the warm-up
+    [
+        ("linear", (0.5, 0.2)),
+        ("cosine", (0.5, (1 + math.cos(0.8 * math.pi)) / 2)),
+        ("polynomial", (math.sqrt(0.5), math.sqrt(0.2))),
+        ("trapezoid", (1.0, 18 / 30)),
+    ],
+)
+def test_the_decay_of_a_schedule_is_the_one_of_its_name(name: str, shares) -> None:
+    train = SCHEDULES[name]
+    for step, share in zip((55, 82), shares, strict=True):
+        assert learning_rate(step, train) == pytest.approx(3e-3 * share)
+
+
+def test_a_polynomial_of_power_one_is_linear() -> None:
+    polynomial = replace(TRAIN, schedule="polynomial", decay_power=1)
+    for step in range(101):
+        assert learning_rate(step, polynomial) == pytest.approx(learning_rate(step, TRAIN))
+
+
 # --------------------------------------------------------------------------------- parameters
 
 
