@@ -102,7 +102,8 @@ class TrainConfig:
     micro_batch_size: int = 32
     """Sequences of one forward pass of one process; the rest is gradient accumulation."""
     optimizer: str = "adamw"
-    """`adamw`, or `muon` for the matrices of the encoder and AdamW for the rest."""
+    """`adamw`; `muon` for the matrices of the encoder and AdamW for the rest; or `lamb`, for
+    batches of many thousands, in which what does not decay is updated as by AdamW."""
     learning_rate: float = 1e-4
     """Highest learning rate, at the end of the warm-up."""
     warmup_steps: int = 10_000
@@ -141,7 +142,7 @@ class TrainConfig:
     """Seconds after which a process that waits for another gives up."""
 
     def validate(self) -> None:
-        check_choice("train.optimizer", self.optimizer, ("adamw", "muon"))
+        check_choice("train.optimizer", self.optimizer, ("adamw", "muon", "lamb"))
         check_choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
         counts = "max_steps global_batch_size micro_batch_size log_every eval_every eval_examples"
         for name in (counts + " save_every keep_checkpoints timeout_s").split():

@@ -351,8 +351,11 @@ def test_the_other_objectives_train(prepared: Path, tmp_path: Path, objective: s
     assert ("eval/nsp_accuracy" in metrics(tmp_path)[-1]) == (objective == "sop")
 
 
-def test_muon_trains_and_resumes(prepared: Path, tmp_path: Path) -> None:
-    options = ("train.optimizer=muon", "train.learning_rate=5e-3")
+@pytest.mark.parametrize("optimizer", ["muon", "lamb"])
+def test_the_other_optimizers_train_and_resume(
+    prepared: Path, tmp_path: Path, optimizer: str
+) -> None:
+    options = (f"train.optimizer={optimizer}", "train.learning_rate=5e-3")
     train_here(prepared, tmp_path / "a", *options)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b/checkpoints/step-00000012")
