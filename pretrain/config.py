@@ -126,6 +126,9 @@ class TrainConfig:
     """Added to the root of the squared gradients."""
     max_grad_norm: float = 1.0
     """Norm that the gradient is clipped to; 0: no clipping."""
+    gradient_checkpointing: bool = False
+    """Keep only what goes into each layer for the backward pass and compute the rest again: the
+    same numbers in less memory, a third more compute."""
     precision: str = "auto"
     """`fp32`, `bf16` (autocast), or `auto`: bf16 on a GPU that has it, fp32 elsewhere."""
     log_every: int = 10

@@ -91,6 +91,7 @@ def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) 
         f"vocabulary; set model.pad_token_id={pad}",
     )
     free = (
+        "gradient_checkpointing",
         "log_every",
         "eval_every",
         "eval_examples",

@@ -63,6 +63,7 @@ def train(config: Config) -> None:
     # model and optimizers
     torch.manual_seed(config.seed)
     bare = BertForPreTraining(config.model, len(vocabulary))
+    bare.gradient_checkpointing = settings.gradient_checkpointing
     if config.data.objective == "none":
         bare.pooler.requires_grad_(False)
         bare.nsp.requires_grad_(False)

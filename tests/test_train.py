@@ -7,17 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_pipeline.config import load_config
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.errors import UserError
 from data_pipeline.prepare import prepare
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
-from pretrain.config import Config
+from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining
 from pretrain.train import train
 
@@ -117,6 +119,37 @@ def test_a_run_learns(prepared: Path, tmp_path: Path) -> None:
     train_here(prepared, tmp_path, "train.max_steps=80", "train.learning_rate=5e-3")
     losses = [line["train/mlm_loss"] for line in metrics(tmp_path) if "train/mlm_loss" in line]
     assert losses[-1] < losses[0] - 0.8
+
+
+def test_gradient_checkpointing_gives_the_same_bits_and_keeps_no_insides_of_layers(store) -> None:
+    """With dropout, whose draws the second computation has to repeat."""
+    model = BertForPreTraining(ModelConfig(64, 3, 2, max_position_embeddings=64), 1024)
+    batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 8)
+    kept: list[weakref.ref] = []
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda _, inputs, out: kept.append(weakref.ref(out)))
+    found = []
+    for model.gradient_checkpointing in (False, True):
+        torch.manual_seed(0)
+        losses, _ = model(batch)
+        alive = sum(ref() is not None for ref in kept)
+        losses.sum().backward()
+        found.append((losses.detach(), [p.grad for p in model.parameters()], alive, len(kept)))
+        model.zero_grad()
+        kept.clear()
+    (losses, grads, alive, computed), (losses_2, grads_2, alive_2, computed_2) = found
+    assert torch.equal(losses, losses_2)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_2, strict=True))
+    assert (alive, alive_2, computed, computed_2) == (3, 0, 3, 6)
+
+
+def test_a_run_may_go_on_with_gradient_checkpointing(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    train_here(prepared, tmp_path, "train.gradient_checkpointing=true")
+    assert_same_run(tmp_path, straight)
 
 
 # ------------------------------------------------------------------------------ resume
