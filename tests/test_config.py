@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import data_pipeline.config
 import pretrain.config
 from data_pipeline.config import DataConfig, load_config
 from data_pipeline.errors import UserError
-from pretrain.config import Config
+from pretrain.config import Config, phases_of
 
 ROOT = Path(__file__).parents[1]
 MINIMAL = "corpus: {files: a.txt}\n"
@@ -25,8 +26,16 @@ def load(folder: Path, text: str, *overrides: str, schema: type = Config) -> Con
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.name)
-def test_a_config_of_the_project_loads(path: Path):
-    load_config(Config, str(path))
+def test_a_config_of_the_project_loads_and_its_commands_name_it(path: Path):
+    config = load_config(Config, str(path))
+    for phase in phases_of(config):
+        phase.data.validate()
+        phase.train.validate()
+        processes = 8 if "gpu_8.yaml" in path.read_text() else 1
+        assert phase.train.global_batch_size % (phase.train.micro_batch_size * processes) == 0
+    names = set(re.findall(r"[ =](configs/\w+\.yaml)", path.read_text().split("\nrun_dir")[0]))
+    assert names == {f"configs/{path.name}"} or path.name == "quickstart.yaml"
+    assert config.run_dir == f"runs/{path.stem}" and config.data_dir == f"data/{path.stem}"
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1.0e-4", "0.0001", "1E-4"])
