@@ -23,7 +23,9 @@ from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining
 from pretrain.train import train
 
-CPU_2 = Path(__file__).parent.parent / "configs/accelerate/cpu_2.yaml"
+ROOT = Path(__file__).parent.parent
+CPU_2 = ROOT / "configs/accelerate/cpu_2.yaml"
+TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.micro_batch_size=8")
 NO_DROPOUT = ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0")
 
 
@@ -211,6 +213,36 @@ def test_a_missing_or_short_file_makes_a_checkpoint_unsound(
     assert newest_checkpoint(tmp_path).name == "step-00000008"
     (tmp_path / "step-00000008" / name).unlink()
     assert newest_checkpoint(tmp_path) is None
+
+
+FAKE_SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" & done
+wait -n && wait -n
+"""
+
+
+def test_the_slurm_script_trains_on_two_machines(prepared: Path, tmp_path: Path) -> None:
+    """Both of them this one, a process each."""
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/bash\necho localhost\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SUBMIT_DIR": ROOT, "JOB_NODELIST": "here[1-2]", "JOB_ID": os.getpid()}
+    slurm |= {"JOB_NUM_NODES": 2, "GPUS_ON_NODE": 1}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "scripts/pretrain.slurm", *command(prepared, tmp_path / "run")[3:], *TWO_STEPS],
+        cwd=ROOT,
+        env=os.environ
+        | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stdout
+    assert (tmp_path / "run/checkpoints/step-00000002").exists()
 
 
 # ------------------------------------------------------------------------------ refusals
