@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_train import assert_same_run, metrics, newest, run, train_here
 
+from data_pipeline.batches import BatchSource
 from data_pipeline.config import load_config
 from data_pipeline.errors import UserError
 from data_pipeline.token_store import TokenStore
@@ -80,6 +81,11 @@ def test_no_step_of_the_second_phase_has_a_learning_rate_of_nothing(prepared, ph
     assert min(rates(load(prepared, phases))) > 0
 
 
+def test_the_loop_sets_these_rates(prepared: Path, straight: Path) -> None:
+    logged = [line["train/learning_rate"] for line in metrics(straight) if "train/loss" in line]
+    assert logged == rates(load(prepared, CONTINUED))
+
+
 # --------------------------------------------------------------------------------------- data
 
 
@@ -101,6 +107,14 @@ def test_the_first_phase_is_what_a_run_without_phases_sees_and_the_next_differs(
         assert torch.equal(phases[step][0].input_ids, plain[step][0].input_ids)
     seen = {tuple(batch.input_ids.tolist()) for (batch,) in plain}
     assert not seen & {tuple(batch.input_ids.tolist()) for (batch,) in phases[6:]}
+
+
+def test_a_phase_begins_with_the_first_example_of_its_own(prepared, store) -> None:
+    """Examples are numbered from 0 in each phase, whatever was read before."""
+    config = load(prepared, RESTARTED)
+    second = phases_of(config)[1]
+    wanted = BatchSource(store, second.data, second.seed).batch(0, 16)
+    assert torch.equal(steps_of(config, store)[8][0].input_ids, wanted.input_ids)
 
 
 def test_a_step_is_the_same_from_any_start_and_on_any_number_of_processes(prepared, store) -> None:
@@ -211,14 +225,14 @@ def test_phases_that_cannot_be_are_refused_by_name(prepared: Path, phases, messa
 def test_a_phase_whose_pairs_the_corpus_cannot_give_is_refused_at_the_start(
     prepared: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    real = build_sources.__globals__["BatchSource"].epoch_size
+    real = BatchSource.epoch_size
 
     def epoch_size(source, epoch):
         if source.data.max_seq_length == 128:
             raise UserError("no pairs of this length")
         return real(source, epoch)
 
-    monkeypatch.setattr(build_sources.__globals__["BatchSource"], "epoch_size", epoch_size)
+    monkeypatch.setattr(BatchSource, "epoch_size", epoch_size)
     with pytest.raises(UserError, match="no pairs of this length"):
         train_here(prepared, tmp_path / "run", CONTINUED, MICRO_4)
     assert not (tmp_path / "run").exists()
