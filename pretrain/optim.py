@@ -63,7 +63,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(squares, betas[1])
         torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
         # both are biased towards the zeros that they began with
-        bias1, bias2 = (1 - beta ** steps[0].double() for beta in betas)
+        bias1, bias2 = ((1 - beta ** steps[0].double()).float() for beta in betas)
         updates, roots = torch._foreach_div(means, bias1), torch._foreach_div(squares, bias2)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, eps)
