@@ -3,8 +3,10 @@ while the rest."""
 
 import gc
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from data_pipeline.hashing import key
 from data_pipeline.processes import progress_bar
 from data_pipeline.token_store import TokenStore, read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
-from pretrain.config import Config
+from pretrain.config import Config, Phase, phase_at, phases_of
 from pretrain.evaluate import evaluate
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
@@ -27,6 +29,7 @@ from pretrain.start import (
     build_accelerator,
     build_contract,
     build_held_out,
+    build_sources,
     describe,
     find_state,
     lock_run,
@@ -42,24 +45,26 @@ def train(config: Config) -> None:
     Raises `UserError` for what the user can put right, before anything is written.
     """
     settings, run_dir, data_dir = config.train, Path(config.run_dir), Path(config.data_dir)
-    accelerator = build_accelerator(settings)
+    phases = phases_of(config)
+    accelerator = build_accelerator(settings, phases)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     device, main = accelerator.device, accelerator.is_main_process
 
     # data
     vocabulary = read_vocabulary(data_dir / "vocab")
     store = TokenStore(data_dir / "store", "train", vocabulary)
-    source = BatchSource(store, config.data, config.seed)
-    source.part_size(0)  # a corpus that cannot give pairs says so now
+    sources = build_sources(phases, store)
     held_out = build_held_out(config, vocabulary, accelerator)
     contract = build_contract(config, store, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = find_state(run_dir, contract, accelerator)
-    source.part_sizes = state["epoch_sizes"] or source.part_sizes
+    for source, sizes in zip(sources, state["part_sizes"], strict=False):  # none in a new run
+        source.part_sizes = sizes
 
     # model and optimizers
     torch.manual_seed(config.seed)
     bare = BertForPreTraining(config.model, len(vocabulary))
+    bare.gradient_checkpointing = settings.gradient_checkpointing
     if config.data.objective == "none":
         bare.pooler.requires_grad_(False)
         bare.nsp.requires_grad_(False)
@@ -74,23 +79,21 @@ def train(config: Config) -> None:
     if main:
         OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
         tracker = Tracker(run_dir, state["step"], config.tracking.wandb, asdict(config))
-        describe(config, bare, source, state["step"], accelerator)
+        describe(config, bare, phases, sources, state["step"], accelerator)
 
     # training loop
     steps = range(state["step"], settings.max_steps)
-    share = (settings.global_batch_size, settings.micro_batch_size, rank, world_size)
-
-    def load(step: int) -> tuple[list[Batch], int]:
-        loaded = source.step(step, *share)
-        flops = sum(count_flops(batch, config.model, len(vocabulary)) for batch in loaded)
-        return [batch.to(device) for batch in loaded], flops
-
-    batches = prefetch(map(load, steps))
+    flops = partial(count_flops, model=config.model, vocab_size=len(vocabulary))
+    batches = prefetch(
+        ([batch.to(device) for batch in micro_batches], sum(map(flops, micro_batches)))
+        for micro_batches in read_steps(phases, sources, state["step"], rank, world_size)
+    )
     window = torch.tensor(state["window"], dtype=torch.float64, device=device)
     clock = Clock(world_size, peak_flops(device))
     bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
     model.train()
     for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):
+        phase = phase_at(phases, step)
         masked = count_masked(micro_batches, accelerator)
         sums = torch.zeros_like(window)
         for i, batch in enumerate(micro_batches):
@@ -101,13 +104,13 @@ def train(config: Config) -> None:
                 # by the counts of the whole step: however it is divided, it has one gradient
                 loss = losses[0] / masked
                 if config.data.objective != "none":
-                    loss = loss + losses[1] / settings.global_batch_size
+                    loss = loss + losses[1] / phase.train.global_batch_size
                 accelerator.backward(loss * world_size)  # DDP averages over processes
             sums += tally(losses, right, batch)
         grad_norm = accelerator.clip_grad_norm_(
             bare.parameters(), settings.max_grad_norm or math.inf
         )
-        rate = learning_rate(step, settings)
+        rate = learning_rate(step - phase.schedule_start, phase.train)
         update(optimizers, rate)
         window += accelerator.reduce(sums)
 
@@ -129,7 +132,8 @@ def train(config: Config) -> None:
                 tracker.log(done, state["evaluation"])
                 bar.write(evaluation_line(done, state["evaluation"]))
         if done % settings.save_every == 0 or ended:
-            state |= {"step": done, "window": window.tolist(), "epoch_sizes": source.part_sizes}
+            sizes = [source.part_sizes for source in sources]
+            state |= {"step": done, "window": window.tolist(), "part_sizes": sizes}
             with clock.paused():
                 if main:
                     folder = run_dir / "checkpoints"
@@ -150,6 +154,18 @@ def train(config: Config) -> None:
     gc.collect()  # a gloo process that ends with its model alive may abort
     accelerator.end_training()
     lock.close()
+
+
+def read_steps(
+    phases: list[Phase], sources: list[BatchSource], start: int, rank: int, world_size: int
+) -> Iterator[list[Batch]]:
+    """What one rank trains on from step `start` to the end: the micro-batches of a step at a
+    time."""
+    for phase, source in zip(phases, sources, strict=True):
+        sizes = (phase.train.global_batch_size, phase.train.micro_batch_size)
+        for step in range(max(start, phase.start), phase.end):
+            yield source.step(step - phase.start, *sizes, rank, world_size)
+        source.parts.clear()  # its turn is over
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
