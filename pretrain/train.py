@@ -25,6 +25,7 @@ from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
 from pretrain.model import BertForPreTraining
 from pretrain.optim import build_optimizers, learning_rate
+from pretrain.sharding import clip_gradients, no_sync, wrap_model
 from pretrain.start import (
     build_accelerator,
     build_contract,
@@ -72,7 +73,7 @@ def train(config: Config) -> None:
         load_model(checkpoint, bare)
     if settings.compile or (settings.compile is None and device.type == "cuda"):
         bare.compile_layers()
-    model = accelerator.prepare(bare.to(device))
+    model = wrap_model(bare, accelerator)
     optimizers = build_optimizers(bare, settings)
     if checkpoint:
         load_optimizers(checkpoint, bare, optimizers)
@@ -99,7 +100,7 @@ def train(config: Config) -> None:
         for i, batch in enumerate(micro_batches):
             torch.manual_seed(dropout_seed(config.seed, step, rank * len(micro_batches) + i))
             last = i == len(micro_batches) - 1
-            with nullcontext() if last else accelerator.no_sync(model):
+            with nullcontext() if last else no_sync(model, accelerator):
                 losses, right = model(batch)
                 # by the counts of the whole step: however it is divided, it has one gradient
                 loss = losses[0] / masked
@@ -107,9 +108,7 @@ def train(config: Config) -> None:
                     loss = loss + losses[1] / phase.train.global_batch_size
                 accelerator.backward(loss * world_size)  # DDP averages over processes
             sums += tally(losses, right, batch)
-        grad_norm = accelerator.clip_grad_norm_(
-            bare.parameters(), settings.max_grad_norm or math.inf
-        )
+        grad_norm = clip_gradients(bare.parameters(), settings.max_grad_norm or math.inf)
         rate = learning_rate(step - phase.schedule_start, phase.train)
         update(optimizers, rate)
         window += accelerator.reduce(sums)
@@ -135,9 +134,8 @@ def train(config: Config) -> None:
             sizes = [source.part_sizes for source in sources]
             state |= {"step": done, "window": window.tolist(), "part_sizes": sizes}
             with clock.paused():
-                if main:
-                    folder = run_dir / "checkpoints"
-                    save_checkpoint(folder, bare, optimizers, state, settings.keep_checkpoints)
+                folder, keep = run_dir / "checkpoints", settings.keep_checkpoints
+                save_checkpoint(folder, bare, optimizers, state, keep, writes=main)
                 accelerator.wait_for_everyone()
     bar.close()
 

@@ -36,10 +36,11 @@ def command(root: Path, run_dir: Path, *overrides: str, processes: int = 1) -> l
     return [*launch, "-m", "pretrain", str(root / "config.yaml"), f"run_dir={run_dir}", *overrides]
 
 
-def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, **options):
+def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, launcher=(), **options):
     """Run the command to its end; the completed process."""
+    python, *arguments = command(root, run_dir, *overrides, processes=processes)
     return subprocess.run(
-        command(root, run_dir, *overrides, processes=processes),
+        [*(launcher or [python]), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
