@@ -5,6 +5,7 @@ Accelerate, as its users set it up, and at its best simple setting: bf16, batche
 fused AdamW, the faster matrix products.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -199,6 +200,19 @@ def memory_of(side: str, data_dir: Path, size: str, length: int, device: str) ->
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     return int(out.stdout.split()[-1])
+
+
+def speeds(config_path: str, overrides: list[str], processes: int) -> list[dict]:
+    """The speeds that the trainer records on two threads in all, without the first: its warm-up."""
+    root = Path(__file__).parent.parent
+    launch = ["-m", "accelerate.commands.launch", "--config_file"]
+    launch += [str(root / "configs/accelerate/cpu_2.yaml")]
+    command = [sys.executable, *(launch if processes > 1 else []), "-m", "pretrain", config_path]
+    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(2 // processes)}
+    subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL, env=env)
+    run_dir = next(value for name, value in (o.split("=") for o in overrides) if name == "run_dir")
+    lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "perf/tokens_per_second" in line][1:]
 
 
 def main() -> None:

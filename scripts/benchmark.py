@@ -2,6 +2,7 @@
 
 python scripts/benchmark.py {data,loader,model} [--config CONFIG] [--files FILE ...] [--runs N]
                             [--device cpu|cuda] [--sizes tiny ...] [--threads N]
+python scripts/benchmark.py learn [--config CONFIG] [--minutes 20] [key=value ...]
 python scripts/benchmark.py sentences --rules FOLDER
 
 One JSON line a figure: `ratio` says how many times better ours is than the peer, `runs` how often
@@ -28,6 +29,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+import bench_learn
 import bench_model
 import bench_peers
 import torch
@@ -59,18 +61,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("data", "loader", "model", "all", "sentences"))
+    parser.add_argument("what", choices=("data", "loader", "model", "learn", "all", "sentences"))
     parser.add_argument("--config", default=str(ROOT / "configs/quickstart.yaml"))
     parser.add_argument("--files", nargs="+", help="the corpus, instead of the config's")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of model")
     parser.add_argument("--sizes", nargs="+", choices=bench_model.SIZES, help="of model")
     parser.add_argument("--threads", type=int, default=1, help="of model on a CPU")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of learn, on one core")
     parser.add_argument("--rules", help="golden rules: LANGUAGE.json, of {text, sentences} each")
     args = parser.parse_args()
     if args.what == "sentences":
         return measure_sentences(Path(args.rules or "."))
     config = load_config(DataConfig, args.config, others=("model", "train", "tracking"))
+    if args.what == "learn":
+        return measure_learning(config, args.config, args.minutes)
     if args.files:
         config.corpus = replace(config.corpus, source=None, dataset=None, files=args.files)
     torch.set_num_threads(1)
@@ -400,6 +405,8 @@ def measure_model(
     for size in sizes:
         for length in (128, 512) if device == "cuda" else (128,):
             compare_steps(data_dir, size, length, device, threads, runs)
+    if device == "cpu":
+        compare_processes(config, sizes[0], runs)
 
 
 def compare_steps(
@@ -457,6 +464,65 @@ def compare_steps(
         *memory,
         smaller_is_better=True,
     )
+
+
+def compare_processes(config: DataConfig, size: str, runs: int) -> None:
+    """The trainer in two processes of one thread each, against one of two threads, in bf16."""
+    layers, hidden = bench_model.SIZES[size]
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": hidden // 64,
+    }
+    path = Path(config.data_dir).parent / "config.yaml"
+    OmegaConf.save(OmegaConf.structured(config), path)
+    steps = {
+        "max_steps": 12,
+        "warmup_steps": 1,
+        "log_every": 3,
+        "save_every": 100,
+        "eval_every": 100,
+    }
+    batch = {"global_batch_size": 64, "micro_batch_size": 32, "precision": "bf16"}
+    settings: dict = {f"model.{name}": value for name, value in sizes.items()}
+    settings |= {f"train.{name}": value for name, value in (steps | batch).items()}
+    settings |= {"data.max_seq_length": 128, "train.eval_examples": 1}
+    found: dict[int, list[dict]] = {1: [], 2: []}
+    for _ in range(runs):
+        for processes, kept in found.items():
+            with TemporaryDirectory() as run_dir:
+                overrides = [f"{n}={v}" for n, v in (settings | {"run_dir": run_dir}).items()]
+                kept += bench_model.speeds(str(path), overrides, processes)
+    one, two = ([line["perf/tokens_per_second"] for line in found[n]] for n in (1, 2))
+    what = f"trainer of {size}, two processes against one of two threads"
+    show(what, "tokens/s", "ratio >= 0.9", two, one, threads=2)
+    waits = [line["perf/data_wait"] for line in found[2]]
+    show("data wait of that trainer", "share", "ours < 0.01", waits, threads=2)
+
+
+# --- learn: minutes -> held-out loss --------------------------------------------------------------
+
+
+def measure_learning(config: DataConfig, path: str, minutes: float) -> None:
+    """The held-out losses of both sides after as many minutes of a core each, side by side."""
+    with quiet():
+        prepare(config)
+    sides = [bench_learn.learn(side, minutes, path) for side in ("ours", "peer")]
+    found = []
+    for side in sides:
+        out, _ = side.communicate()
+        if side.returncode:
+            raise UserError("learning stopped; its errors are above")
+        fields = (field.split("=") for field in out.splitlines()[-1].split())
+        found.append({name: float(value) for name, value in fields})
+    for name in ("mlm_loss", "mlm_accuracy", "nsp_accuracy"):
+        show(
+            f"held-out {name} after {minutes:g} minutes of a core, against transformers",
+            "nats" if name == "mlm_loss" else "share",
+            "ours <= peer - 0.5" if name == "mlm_loss" else "",
+            *([side[f"eval/{name}"]] for side in found),
+            smaller_is_better=name == "mlm_loss",
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""`benchmark.py learn`: what the same model has learned after the same minutes of one core.
+
+The peer is transformers' `BertForPreTraining` with AdamW under Accelerate, on pairs that were made
+once (ours, before masking), which its whole-word collator masks afresh: bf16, fused AdamW, linear
+warm-up and decay, each batch cut to its longest. Neither the making of its pairs nor the evaluation
+counts. Both are judged by our evaluation on the held-out documents.
+
+`python scripts/bench_learn.py {ours,peer} MINUTES CONFIG [key=value ...]` is one side of it.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import bench_peers
+import torch
+from accelerate import Accelerator
+
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import load_config
+from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+from pretrain.config import Config
+from pretrain.evaluate import HeldOut, evaluate
+from pretrain.export import from_hf, hf_config, load_export, to_hf
+from pretrain.model import BertForPreTraining
+from pretrain.train import train
+
+PEER_BATCH_SIZE, PEER_RATE = 32, 1e-3
+PEER_EXAMPLES = 40_000  # it does not see as many in 20 minutes
+TRIAL_STEPS = 20  # of ours, that say how many fit into the minutes
+
+
+def learn(side: str, minutes: float, config_path: str) -> subprocess.Popen:
+    """One side in a process of its own, whose last line is its held-out metrics."""
+    command = [sys.executable, __file__, side, str(minutes), config_path, "train.precision=bf16"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTraining:
+    """The trainer itself, without evaluation on its way and with as many steps as fit."""
+
+    def run(steps: int) -> float:
+        settings = replace(
+            config.train,
+            max_steps=steps,
+            warmup_steps=steps // 20,
+            eval_every=10**9,
+            eval_examples=1,
+            save_every=10**9,
+        )
+        start = time.process_time()
+        train(replace(config, run_dir=str(Path(folder) / str(steps)), train=settings))
+        return time.process_time() - start
+
+    with TemporaryDirectory() as folder:
+        once, more = run(1), run(TRIAL_STEPS)
+        steps = int((60 * minutes - once) * (TRIAL_STEPS - 1) / (more - once))
+        seconds = run(steps)
+        print(f"ours: {steps} steps in {seconds / 60:.2f} minutes", file=sys.stderr)
+        return load_export(Path(folder) / str(steps) / "export")
+
+
+def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTraining:
+    from transformers import BertConfig
+    from transformers import BertForPreTraining as Peer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    model = BertForPreTraining(config.model, len(vocabulary))
+    settings = hf_config(config.model, len(vocabulary))
+    other = Peer(BertConfig(**settings, attn_implementation="sdpa"))
+    other.load_state_dict(to_hf(model.state_dict()), strict=False)
+
+    data_dir = Path(config.data_dir)
+    store = TokenStore(data_dir / "store", "train", vocabulary)
+    unmasked = replace(config.data, masked_lm_prob=1e-9)
+    source = BatchSource(store, unmasked, config.seed)
+    batch = source.batch(0, min(PEER_EXAMPLES, source.epoch_size(0)))
+    length = config.data.max_seq_length
+    examples = list(bench_peers.padded_examples(batch, vocabulary.continues, length))
+    for example, label in zip(examples, batch.next_sentence_label.tolist(), strict=True):
+        example["next_sentence_label"] = label
+    loader = torch.utils.data.DataLoader(
+        examples,
+        PEER_BATCH_SIZE,
+        shuffle=True,
+        collate_fn=bench_peers.collator(data_dir / "vocab", "pt"),
+    )
+    optimizer = torch.optim.AdamW(other.parameters(), PEER_RATE, weight_decay=0.01, fused=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    other, optimizer, loader = accelerator.prepare(other, optimizer, loader)
+    other.train()
+    torch.set_float32_matmul_precision("medium")
+    start, steps, done = time.process_time(), 0, 0.0
+    while done < 1:
+        for inputs in loader:
+            longest = int(inputs["attention_mask"].sum(1).max())
+            inputs = {
+                n: v[:, :longest].contiguous() if v.dim() == 2 else v for n, v in inputs.items()
+            }
+            accelerator.backward(other(**inputs).loss)
+            accelerator.clip_grad_norm_(other.parameters(), 1.0)
+            done = (time.process_time() - start) / (60 * minutes)
+            for group in optimizer.param_groups:
+                group["lr"] = PEER_RATE * max(min(done / 0.1, (1 - done) / 0.9), 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if done >= 1:
+                break
+    print(f"peer: {steps} steps in {minutes:.2f} minutes", file=sys.stderr)
+    weights = accelerator.unwrap_model(other).state_dict()
+    model.load_state_dict(from_hf(weights, list(model.state_dict())))
+    return model
+
+
+def main() -> None:
+    side, minutes, config_path, *overrides = sys.argv[1:]
+    config = load_config(Config, config_path, overrides)
+    vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
+    model = (ours if side == "ours" else peer)(config, vocabulary, float(minutes))
+    accelerator = Accelerator(cpu=True)
+    settings = config.train
+    held_out = HeldOut(
+        Path(config.data_dir) / "store",
+        vocabulary,
+        config.data,
+        settings.eval_examples,
+        settings.micro_batch_size,
+        accelerator,
+    )
+    metrics = evaluate(model, held_out, accelerator)
+    print(*(f"{name}={value}" for name, value in metrics.items()))
+
+
+if __name__ == "__main__":
+    main()
