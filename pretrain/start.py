@@ -22,7 +22,7 @@ from data_pipeline.batches import BatchSource
 from data_pipeline.config import check
 from data_pipeline.errors import UserError
 from data_pipeline.processes import die_with_parent
-from data_pipeline.token_store import TokenStore, Vocabulary
+from data_pipeline.token_store import TokenStore
 from pretrain.checkpoint import check_contract, newest_checkpoint, read_state
 from pretrain.config import Config, TrainConfig
 from pretrain.evaluate import HeldOut
@@ -147,15 +147,14 @@ def find_state(run_dir: Path, contract: dict, accelerator: Accelerator) -> tuple
     return found[0], state | {"contract": contract}
 
 
-def build_held_out(
-    config: Config, vocabulary: Vocabulary, accelerator: Accelerator
-) -> HeldOut | None:
-    """The held-out pairs; None, with a warning, if there are too few documents for any."""
-    store_dir, settings = Path(config.data_dir) / "store", config.train
+def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) -> HeldOut | None:
+    """The held-out pairs beside the training split `store`; None, with a warning, if there are too
+    few documents for any."""
+    settings = config.train
     try:
         return HeldOut(
-            store_dir,
-            vocabulary,
+            Path(config.data_dir) / "store",
+            store,
             config.data,
             settings.eval_examples,
             settings.micro_batch_size,

@@ -51,7 +51,7 @@ def train(config: Config) -> None:
     store = TokenStore(data_dir / "store", "train", vocabulary)
     source = BatchSource(store, config.data, config.seed)
     source.epoch_size(0)  # a corpus that cannot give pairs says so now
-    held_out = build_held_out(config, vocabulary, accelerator)
+    held_out = build_held_out(config, store, accelerator)
     contract = build_contract(config, store, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = find_state(run_dir, contract, accelerator)
@@ -124,7 +124,7 @@ def train(config: Config) -> None:
                 bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}, {speed:,.0f} tokens/s")
         if held_out and (done % settings.eval_every == 0 or ended):
             with clock.paused():
-                state["evaluation"] = evaluate(model, held_out, accelerator)
+                state["evaluation"] = evaluate(bare, held_out, accelerator)
             if main:
                 tracker.log(done, state["evaluation"])
                 bar.write(evaluation_line(done, state["evaluation"]))
