@@ -52,7 +52,7 @@ class HeldOut:
         source = BatchSource(store, data, SEED)
         self.size = min(examples, source.epoch_size(0))
         starts = range(0, self.size, micro_batch_size)
-        bands = frequency_bands(train.token_counts(len(train) // SAMPLE + 1))
+        bands = frequency_bands(sample_counts(train))
         self.objective = data.objective
         self.batches: list[tuple[Batch, torch.Tensor]] = []  # each with its `token_groups`
         for start in starts[accelerator.process_index :: accelerator.num_processes]:
@@ -69,6 +69,11 @@ class HeldOut:
             label = source.examples(0, self.size)[0]["label"]
             self.baselines["eval/nsp_majority"] = float(max(label.mean(), 1 - label.mean()))
             self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.pairs(0))
+
+
+def sample_counts(store: TokenStore) -> np.ndarray:
+    """How often each piece occurs in a sample of a split: int64 (V,)."""
+    return store.token_counts(every=len(store) // SAMPLE + 1)
 
 
 def unigram_entropy(counts: np.ndarray) -> float:

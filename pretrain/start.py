@@ -6,9 +6,12 @@ import json
 import os
 import platform
 import socket
+import sys
+import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -72,6 +75,14 @@ def build_accelerator(settings: TrainConfig) -> Accelerator:
             f"{share}; try {nearest}"
         )
     return accelerator
+
+
+def stop_all(message: str, accelerator: Accelerator) -> NoReturn:
+    """End the run with exit code 2 on all ranks, each of which must come here; one says why."""
+    if accelerator.is_main_process:
+        raise UserError(message)
+    time.sleep(1)  # a launcher ends all processes when one has: the first has to speak before
+    sys.exit(2)
 
 
 def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:

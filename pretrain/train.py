@@ -18,10 +18,11 @@ from data_pipeline.processes import progress_bar
 from data_pipeline.token_store import TokenStore, read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
 from pretrain.config import Config
-from pretrain.evaluate import evaluate
+from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
 from pretrain.model import BertForPreTraining
+from pretrain.monitor import Monitor
 from pretrain.optim import build_optimizers, learning_rate
 from pretrain.start import (
     build_accelerator,
@@ -30,6 +31,7 @@ from pretrain.start import (
     describe,
     find_state,
     lock_run,
+    stop_all,
 )
 from pretrain.tracking import Tracker, draw_curves
 
@@ -89,6 +91,9 @@ def train(config: Config) -> None:
     window = torch.tensor(state["window"], dtype=torch.float64, device=device)
     clock = Clock(world_size, peak_flops(device))
     bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
+    say = bar.write if main else lambda line: None
+    counts = sample_counts(store)
+    monitor = Monitor(settings, counts, vocabulary["[UNK]"], state.get("monitor", {}), say)
     model.train()
     for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):
         masked = count_masked(micro_batches, accelerator)
@@ -106,17 +111,24 @@ def train(config: Config) -> None:
             sums += tally(losses, right, batch)
         grad_norm = accelerator.clip_grad_norm_(
             bare.parameters(), settings.max_grad_norm or math.inf
-        )
-        rate = learning_rate(step, settings)
-        update(optimizers, rate)
-        window += accelerator.reduce(sums)
+        ).item()
+        rate, sums = learning_rate(step, settings), accelerator.reduce(sums)
+        if monitor.is_sound(step, grad_norm):  # the same on all ranks, as the gradient is
+            update(optimizers, rate)
+            window += sums
+        zero_gradients(optimizers)
 
         # once in a while
         done, ended = step + 1, step + 1 == settings.max_steps
         bar.update()
+        if monitor.is_lost():
+            bar.close()
+            why = monitor.give_up(run_dir, step, sums[:2].tolist()) if main else ""
+            stop_all(why, accelerator)
         if done % settings.log_every == 0 or ended:
             metrics = to_metrics(window, "train", config.data.objective) | clock.speed()
-            metrics |= {"train/learning_rate": rate, "train/grad_norm": grad_norm.item()}
+            metrics |= {"train/learning_rate": rate, "train/grad_norm": grad_norm}
+            metrics |= monitor.judge(done, metrics, window[-1].item())
             window.zero_()
             if main:
                 tracker.log(done, metrics)
@@ -130,6 +142,7 @@ def train(config: Config) -> None:
                 bar.write(evaluation_line(done, state["evaluation"]))
         if done % settings.save_every == 0 or ended:
             state |= {"step": done, "window": window.tolist(), "epoch_sizes": source.epoch_sizes}
+            state["monitor"] = monitor.state
             with clock.paused():
                 if main:
                     folder = run_dir / "checkpoints"
@@ -164,12 +177,16 @@ def count_masked(micro_batches: list[Batch], accelerator: Accelerator) -> torch.
     return accelerator.reduce(torch.tensor(masked, device=accelerator.device)).clamp(min=1)
 
 
+def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 def update(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        optimizer.zero_grad()
 
 
 def evaluation_line(step: int, metrics: dict[str, float]) -> str:
