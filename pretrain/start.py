@@ -8,6 +8,7 @@ import platform
 import socket
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    gather_object,
 )
 
 from data_pipeline.batches import BatchSource
@@ -83,6 +85,33 @@ def stop_all(message: str, accelerator: Accelerator) -> NoReturn:
         raise UserError(message)
     time.sleep(1)  # a launcher ends all processes when one has: the first has to speak before
     sys.exit(2)
+
+
+def shake_hands(config: Config, contract: dict, accelerator: Accelerator) -> None:
+    """Stop all ranks, naming the first that differs and in what, if they are not of one run.
+
+    Places may differ: what is in `data_dir` is compared, by the hashes in the contract.
+    """
+    train = {f"train.{name}": value for name, value in asdict(config.train).items()}
+    device = accelerator.device.type
+    mine = train | contract | {"device": device, "torch": torch.__version__}
+    ranks = gather_object([(socket.gethostname(), mine)])
+    first = ranks[0][1]
+    for rank, (host, other) in enumerate(ranks):
+        differences = [
+            f"{name} is {other.get(name)!r}, on rank 0 {first.get(name)!r}"
+            for name in sorted(first.keys() | other.keys())
+            if other.get(name) != first.get(name)
+        ]
+        if differences:
+            stop_all(
+                f"rank {rank} on {host} is of another run: {'; '.join(differences)}; start all "
+                "ranks with one config and the same data",
+                accelerator,
+            )
+    if len(ranks) > 1:
+        hosts = Counter(host for host, _ in ranks)
+        accelerator.print("ranks: " + ", ".join(f"{n} on {host}" for host, n in hosts.items()))
 
 
 def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:

@@ -31,6 +31,7 @@ from pretrain.start import (
     describe,
     find_state,
     lock_run,
+    shake_hands,
     stop_all,
 )
 from pretrain.tracking import Tracker, draw_curves
@@ -55,6 +56,7 @@ def train(config: Config) -> None:
     source.epoch_size(0)  # a corpus that cannot give pairs says so now
     held_out = build_held_out(config, store, accelerator)
     contract = build_contract(config, store, accelerator)
+    shake_hands(config, contract, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = find_state(run_dir, contract, accelerator)
     source.epoch_sizes = state["epoch_sizes"] or source.epoch_sizes
