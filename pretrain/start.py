@@ -23,11 +23,11 @@ from accelerate.utils import (
     gather_object,
 )
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import check
 from data_pipeline.errors import UserError
 from data_pipeline.processes import die_with_parent
-from data_pipeline.token_store import TokenStore
+from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.checkpoint import check_contract, newest_checkpoint, read_state
 from pretrain.config import Config, TrainConfig
 from pretrain.evaluate import HeldOut
@@ -112,6 +112,26 @@ def shake_hands(config: Config, contract: dict, accelerator: Accelerator) -> Non
     if len(ranks) > 1:
         hosts = Counter(host for host, _ in ranks)
         accelerator.print("ranks: " + ", ".join(f"{n} on {host}" for host, n in hosts.items()))
+
+
+def open_data(config: Config) -> tuple[TokenStore, BatchSource]:
+    """The training split and its batches; raises `UserError` if there is none, or no pairs in
+    it."""
+    vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
+    store = TokenStore(Path(config.data_dir) / "store", "train", vocabulary)
+    source = BatchSource(store, config.data, config.seed)
+    source.epoch_size(0)  # a corpus that cannot give pairs says so now
+    return store, source
+
+
+def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
+    """The model as a run starts with it; without pairs to judge, the NSP head does not train."""
+    torch.manual_seed(config.seed)
+    model = BertForPreTraining(config.model, vocab_size)
+    if config.data.objective == "none":
+        model.pooler.requires_grad_(False)
+        model.nsp.requires_grad_(False)
+    return model
 
 
 def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
@@ -214,17 +234,22 @@ def describe(
 ) -> None:
     """Print the run at its start: config, size, and one pair as the model sees it."""
     print(json.dumps(asdict(config)))
-    train, pieces = config.train, source.store.vocabulary.pieces
+    train = config.train
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {accelerator.num_processes} x "
         f"{accelerator.device.type}, {accelerator.mixed_precision.replace('no', 'fp32')}; "
         f"{train.global_batch_size} sequences a step, "
         f"{source.epoch_size(0):,} pairs an epoch, from step {start:,} to {train.max_steps:,}"
     )
-    batch = source.batch(start * train.global_batch_size, 1)
+    print(show_pair(source.batch(start * train.global_batch_size, 1), source.store.vocabulary))
+
+
+def show_pair(batch: Batch, vocabulary: Vocabulary) -> str:
+    """A batch of one sequence as the model sees it, what is to be predicted in parentheses."""
+    pieces = vocabulary.pieces
     labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
     words = (
         pieces[token] + (f"({pieces[labels[i]]})" if i in labels else "")
         for i, token in enumerate(batch.input_ids.tolist())
     )
-    print(("IsNext: ", "random: ")[int(batch.next_sentence_label)] + " ".join(words))
+    return ("IsNext: ", "random: ")[int(batch.next_sentence_label)] + " ".join(words)

@@ -12,25 +12,25 @@ import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
 
-from data_pipeline.batches import Batch, BatchSource, prefetch
+from data_pipeline.batches import Batch, prefetch
 from data_pipeline.hashing import key
 from data_pipeline.processes import progress_bar
-from data_pipeline.token_store import TokenStore, read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
 from pretrain.config import Config
 from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
-from pretrain.model import BertForPreTraining
 from pretrain.monitor import Monitor
 from pretrain.optim import build_optimizers, learning_rate
 from pretrain.start import (
     build_accelerator,
     build_contract,
     build_held_out,
+    build_model,
     describe,
     find_state,
     lock_run,
+    open_data,
     shake_hands,
     stop_all,
 )
@@ -50,10 +50,8 @@ def train(config: Config) -> None:
     device, main = accelerator.device, accelerator.is_main_process
 
     # data
-    vocabulary = read_vocabulary(data_dir / "vocab")
-    store = TokenStore(data_dir / "store", "train", vocabulary)
-    source = BatchSource(store, config.data, config.seed)
-    source.epoch_size(0)  # a corpus that cannot give pairs says so now
+    store, source = open_data(config)
+    vocabulary = store.vocabulary
     held_out = build_held_out(config, store, accelerator)
     contract = build_contract(config, store, accelerator)
     shake_hands(config, contract, accelerator)
@@ -62,11 +60,7 @@ def train(config: Config) -> None:
     source.epoch_sizes = state["epoch_sizes"] or source.epoch_sizes
 
     # model and optimizers
-    torch.manual_seed(config.seed)
-    bare = BertForPreTraining(config.model, len(vocabulary))
-    if config.data.objective == "none":
-        bare.pooler.requires_grad_(False)
-        bare.nsp.requires_grad_(False)
+    bare = build_model(config, len(vocabulary))
     if checkpoint:
         load_model(checkpoint, bare)
     if settings.compile or (settings.compile is None and device.type == "cuda"):
@@ -180,11 +174,13 @@ def count_masked(micro_batches: list[Batch], accelerator: Accelerator) -> torch.
 
 
 def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Free the gradients, used or not."""
     for optimizer in optimizers:
         optimizer.zero_grad()
 
 
 def update(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
+    """Make one step with the gradients, at this learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
