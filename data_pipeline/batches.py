@@ -2,8 +2,8 @@
 
 Example i of epoch e is a pure function of (seed, e, i), and step k of a run a fixed list of
 examples. So neither workers, ranks nor restarts can change the data, there is no loader state to
-save, and a run goes on by asking for step k. Sequences lie end to end in a batch, nothing is
-padded.
+save, and a run goes on by asking for step k. A corpus too large to plan at once is drawn part by
+part. Sequences lie end to end in a batch, nothing is padded.
 """
 
 import queue
@@ -17,8 +17,15 @@ import torch
 from data_pipeline.config import PairsConfig
 from data_pipeline.hashing import draws, key
 from data_pipeline.masking import choose_words, replace_tokens, starts_span
-from data_pipeline.pairs import SPECIALS, cut_segments, draw_pairs
-from data_pipeline.token_store import TokenStore
+from data_pipeline.pairs import (
+    PAIR,
+    PART_TOKENS,
+    SPECIALS,
+    cut_segments,
+    deal_documents,
+    draw_pairs,
+)
+from data_pipeline.token_store import Part, TokenStore
 
 BLOCK_TOKENS = 1 << 16  # that are built at once
 
@@ -91,51 +98,74 @@ class BatchSource:
     """The batches of a run over one split of a store, by step and rank."""
 
     def __init__(
-        self, store: TokenStore, data: PairsConfig, seed: int, epoch_sizes: list[int] | None = None
+        self, store: TokenStore, data: PairsConfig, seed: int, part_sizes: list[int] | None = None
     ):
         self.store, self.data, self.seed = store, data, seed
-        self.segments = cut_segments(store, data.max_seq_length - SPECIALS[data.objective])
-        self.epoch_sizes = list(epoch_sizes or [])  # examples of each epoch drawn so far: a cache
-        self.epochs: dict[
-            int, np.ndarray
-        ] = {}  # at most two: a step may end one and begin the next
+        self.n_parts = max(1, -(-len(store) // PART_TOKENS))  # of an epoch
+        self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
+        self.segments = cut_segments(store, self.max_tokens) if self.n_parts == 1 else None
+        self.part_sizes = list(part_sizes or [])  # examples of each part drawn so far: a cache
+        self.parts: dict[int, np.ndarray] = {}  # at most two: a step may end one and begin the next
         self.built: tuple = (None, None)  # what `step` built last: (for whom and when, batch)
+
+    def part(self, number: int) -> np.ndarray:
+        """The pairs of a part of an epoch, in order; parts are numbered on from epoch to epoch."""
+        if number not in self.parts:
+            for old in [n for n in self.parts if n < number - 1 or n > number]:
+                del self.parts[old]
+            self.parts[number] = self.draw_part(number)
+        return self.parts[number]
+
+    def draw_part(self, number: int) -> np.ndarray:
+        rules = {
+            "max_seq_length": self.data.max_seq_length,
+            "objective": self.data.objective,
+            "short_seq_prob": self.data.short_seq_prob,
+            "seed": self.seed,
+            "epoch": number,
+        }
+        if self.segments is not None:
+            return draw_pairs(self.store, self.segments, **rules)
+        epoch, place = divmod(number, self.n_parts)
+        documents = deal_documents(self.store, self.n_parts, key(self.seed, epoch, 6))[place]
+        if not len(documents):
+            return np.empty(0, PAIR)
+        part = Part(self.store, documents)
+        pairs = draw_pairs(part, cut_segments(part, self.max_tokens), **rules)
+        for start, end in (("a_start", "a_end"), ("b_start", "b_end")):
+            pairs[start], pairs[end] = part.in_store(pairs[start], pairs[end])
+        return pairs
+
+    def part_size(self, number: int) -> int:
+        while len(self.part_sizes) <= number:
+            self.part_sizes.append(len(self.part(len(self.part_sizes))))
+        return self.part_sizes[number]
 
     def pairs(self, epoch: int) -> np.ndarray:
         """The pairs of an epoch, in order."""
-        if epoch not in self.epochs:
-            for old in [e for e in self.epochs if e < epoch - 1 or e > epoch]:
-                del self.epochs[old]
-            self.epochs[epoch] = draw_pairs(
-                self.store,
-                self.segments,
-                max_seq_length=self.data.max_seq_length,
-                objective=self.data.objective,
-                short_seq_prob=self.data.short_seq_prob,
-                seed=self.seed,
-                epoch=epoch,
-            )
-        return self.epochs[epoch]
+        parts = [self.part(n) for n in self.parts_of(epoch)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def epoch_size(self, epoch: int) -> int:
-        while len(self.epoch_sizes) <= epoch:
-            self.epoch_sizes.append(len(self.pairs(len(self.epoch_sizes))))
-        return self.epoch_sizes[epoch]
+        return sum(map(self.part_size, self.parts_of(epoch)))
+
+    def parts_of(self, epoch: int) -> range:
+        return range(epoch * self.n_parts, (epoch + 1) * self.n_parts)
 
     def examples(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Examples [start, start + count) of the endless run: (pairs, random stream of each
         uint64)."""
-        epoch = 0
-        while start >= self.epoch_size(epoch):
-            start -= self.epoch_size(epoch)
-            epoch += 1
+        number = 0
+        while start >= self.part_size(number):
+            start -= self.part_size(number)
+            number += 1
         parts, streams = [], []
         while count > 0:
-            part = self.pairs(epoch)[start : start + count]
+            part = self.part(number)[start : start + count]
             parts.append(part)
-            streams.append(draws(key(self.seed, epoch, 4), np.arange(start, start + len(part))))
+            streams.append(draws(key(self.seed, number, 4), np.arange(start, start + len(part))))
             count -= len(part)
-            start, epoch = 0, epoch + 1
+            start, number = 0, number + 1
         return np.concatenate(parts), np.concatenate(streams)
 
     def batch(self, start: int, count: int) -> Batch:

@@ -7,7 +7,7 @@ to `pretrain.config`, which adds them to the same dataclass.
 import difflib
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -261,12 +261,13 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]
-        if name == "sources":
-            listed = isinstance(given[name], ListConfig)
-            check(listed, f"{origin}: {prefix}{name} is not a list of sources")
-            for i, source in enumerate(given[name]):
-                if isinstance(source, DictConfig):
-                    check_keys(SourceConfig, source, origin, f"{prefix}{name}[{i}].")
+        for item in get_args(section):  # a list of sections
+            if hasattr(item, "__dataclass_fields__"):
+                listed = isinstance(given[name], ListConfig)
+                check(listed, f"{origin}: {prefix}{name} is not a list of {name}")
+                for i, one in enumerate(given[name]):
+                    if isinstance(one, DictConfig):
+                        check_keys(item, one, origin, f"{prefix}{name}[{i}].")
         if hasattr(section, "__dataclass_fields__") and given[name] is not None:
             if not isinstance(given[name], DictConfig):
                 raise UserError(f"{origin}: {prefix}{name} is not a section of key: value lines")

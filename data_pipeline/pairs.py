@@ -20,6 +20,8 @@ from data_pipeline.token_store import TokenStore
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
+RUN = 4096  # segments that are cut into chunks one after another
+PART_TOKENS = 1 << 28  # of a corpus, that are planned at once: in some 1 GB
 BUCKET = 4  # chunks with B's of about equal length, half of which exchange them
 
 
@@ -28,11 +30,30 @@ class Segments:
     """What chunks are made of: the sentences of a store, those too long for a sequence cut at
     words.
 
-    `offsets` int64 (segments + 1,) in tokens; `document` int64 (segments,) of each.
+    `offsets` int64 (segments + 1,) in tokens; `document` int64 (segments,) of each; `texts` int64
+    (documents,), one number for all copies of a document.
     """
 
     offsets: np.ndarray
     document: np.ndarray
+    texts: np.ndarray
+
+
+def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[np.ndarray]:
+    """The documents of each of `n_parts` parts of the store, as `Part` takes them.
+
+    Runs of documents, hundreds a part, are dealt by chance, so that each part is a sample of the
+    whole. A part is empty only beside a document that is longer than a part.
+    """
+    starts = store.sentence_offsets[store.document_offsets]
+    run_tokens = len(store) / (256 * n_parts)
+    edges = np.searchsorted(starts, np.arange(256 * n_parts) * run_tokens)
+    edges = np.unique(np.append(edges, store.n_documents))
+    runs = np.stack([edges[:-1], edges[1:]], axis=1)
+    dealt = sort_rows(draw=draws(stream, np.arange(len(runs))))
+    tokens = np.diff(starts[edges])[dealt]
+    part = (np.cumsum(tokens) - tokens) * n_parts // len(store)
+    return [runs[np.sort(dealt[part == number])] for number in range(n_parts)]
 
 
 def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
@@ -50,7 +71,23 @@ def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
     offsets = np.sort(np.concatenate([offsets, np.array(extra, np.int64)]))
     document_starts = store.sentence_offsets[store.document_offsets]
     document = np.searchsorted(document_starts, offsets[:-1], side="right") - 1
-    return Segments(offsets, document)
+    return Segments(offsets, document, number_texts(store))
+
+
+def number_texts(store: TokenStore) -> np.ndarray:
+    """A number for each document, the same for copies: int64 (documents,).
+
+    The copies that a source's weight asks for follow one another in the store.
+    """
+    starts = store.sentence_offsets[store.document_offsets]
+    n_tokens, n_sentences = np.diff(starts), np.diff(store.document_offsets)
+    alike = (n_tokens[1:] == n_tokens[:-1]) & (n_sentences[1:] == n_sentences[:-1])
+    second = np.flatnonzero(alike) + 1
+    before = store.spans(starts[second - 1], starts[second])
+    these = store.spans(starts[second], starts[second + 1])
+    is_copy = np.zeros(len(n_tokens), bool)
+    is_copy[second] = [a.tobytes() == b.tobytes() for a, b in zip(before, these, strict=True)]
+    return np.cumsum(~is_copy) - 1
 
 
 def draw_pairs(
@@ -75,11 +112,14 @@ def draw_pairs(
         raise UserError("the corpus has no text to make sequences of; add text")
     max_tokens = max_seq_length - SPECIALS[objective]
     starts = chunk_starts(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
+    if objective == "sop":
+        back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, key(seed, epoch, 0))
+        starts = choose_directions(segments, starts, back, key(seed, epoch, 5))
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
     document = segments.document[starts]
     order = key(seed, epoch, 1)
     if objective == "none":
-        return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros(len(starts)))
+        return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros_like(starts))
     middle, inside = split_chunks(store, segments, starts, edges, key(seed, epoch, 2))
     whole = np.flatnonzero(middle > edges[:-1])  # chunks of two words or more
     a_start, b_start, b_end = edges[:-1][whole], middle[whole], edges[1:][whole]
@@ -96,7 +136,8 @@ def draw_pairs(
         a_end[swap], b_end[swap] = b_end[swap], a_end[swap]
         label[swap] = 1
     else:
-        givers, takers = exchange(document[whole], b_end - b_start, inside[whole], draw)
+        text = segments.texts[document[whole]]
+        givers, takers = exchange(text, b_end - b_start, inside[whole], draw)
         b_start[takers], b_end[takers] = b_start[givers], b_end[givers]
         label[takers] = 1
         truncate(store, a_start, a_end, b_start, b_end, max_tokens)
@@ -111,30 +152,46 @@ def chunk_starts(
 
     A share `short_seq_prob` of the chunks, and the first of each document, aim at a random shorter
     length, so that boundaries differ between epochs. Where a chunk starts depends on the chunk
-    before; which segments are starts is found for all documents at once by following the jumps in
-    powers of two.
+    before: all documents are gone through side by side, a long one in runs (a chunk starts at every
+    `RUN`th segment), so that none holds up the rest.
     """
     offsets, document = segments.offsets, segments.document
-    n = len(document)
-    numbers = np.arange(n)
-    draw = draws(stream, numbers)
-    first = np.diff(document, prepend=-1) != 0
-    short = (draw & np.uint64(0xFFFF)) < np.uint64(round(short_seq_prob * 65536))
-    target = np.full(n, max_tokens)
-    target[first] = max_tokens // 2 + below(draw[first], max_tokens - max_tokens // 2 + 1)
-    target[short] = 2 + below(draw[short], max_tokens - 1)
-    document_end = np.append(np.flatnonzero(first), n)[np.cumsum(first)]
-    jump = np.searchsorted(offsets, offsets[:-1] + target, side="right") - 1
-    jump = np.minimum(np.maximum(jump, numbers + 1), document_end)
-    is_start = np.append(first, True)
-    jump = np.append(jump, n)
-    longest = np.bincount(document).max()
-    reach = jump.copy()
-    for _ in range(int(longest).bit_length()):
-        is_start[reach[np.flatnonzero(is_start)]] = True
-        reach = reach[reach]
-    starts = np.flatnonzero(is_start[:-1])
-    return borrow(offsets, document, starts, max_tokens)
+    draw = draws(stream, np.arange(len(document)))
+    is_start = run_starts(document)
+    is_start[int(stream) % RUN :: RUN] = True
+    first = np.flatnonzero(is_start)
+    short = np.flatnonzero(draw & np.uint64(0xFFFF) < np.uint64(round(short_seq_prob * 65536)))
+    limit = offsets[:-1] + max_tokens  # where the chunk ends that starts there
+    limit[first] -= below(draw[first], max_tokens - max_tokens // 2 + 1)
+    limit[short] = offsets[short] + 2 + below(draw[short], max_tokens - 1)
+    at, end = first, np.append(first[1:], len(document))  # the chunk to be cut of each run
+    while len(at):
+        at = np.maximum(offsets.searchsorted(limit[at], side="right") - 1, at + 1)
+        more = at < end
+        at, end = at[more], end[more]
+        is_start[at] = True
+    return borrow(offsets, document, np.flatnonzero(is_start), max_tokens)
+
+
+def mirrored(segments: Segments) -> Segments:
+    """The segments from the last to the first."""
+    offsets = segments.offsets[-1] - segments.offsets[::-1]
+    return Segments(offsets, segments.document[::-1], segments.texts)
+
+
+def choose_directions(
+    segments: Segments, forth: np.ndarray, back: np.ndarray, stream: np.uint64
+) -> np.ndarray:
+    """`forth`, but in half of the documents, by chance, the chunks whose ends are `back` in the
+    mirror.
+
+    A sentence that does not fit begins the next chunk, so halves that come first are longer, and
+    swapped ones would show by their lengths; cut from the end back, they are as much shorter.
+    """
+    back = np.append(0, len(segments.document) - back[:0:-1])
+    turned = draws(stream, np.arange(segments.document[-1] + 1)) >> np.uint64(63) == 1
+    of_forth, of_back = turned[segments.document[forth]], turned[segments.document[back]]
+    return np.sort(np.concatenate([forth[~of_forth], back[of_back]]))
 
 
 def borrow(
@@ -193,46 +250,67 @@ def exchange(
 
     Chunks are sorted by the length of B (those that start inside a sentence apart) and dealt into
     buckets. In each, half of the chunks take part, a document with at most half of the places;
-    sorted by document and turned by half, no B meets its own document.
+    sorted by document and turned by half, no B meets its own document. Where a document has too
+    much of a bucket, that one and its neighbour become one.
     """
     n = len(document)
     check_documents(document)
-    numbers = np.arange(n)
-    by_length = sort_packed(inside, length, draw=draw, last=numbers)
+    by_length = sort_rows(inside, length, draw=draw)
     document, draw = document[by_length], draw[by_length]
-    size = BUCKET
     two = np.count_nonzero(np.bincount(document)) == 2
+    giver = np.full(n, -1)
+    size, rows = BUCKET, np.arange(n)  # of the buckets to be dealt with
     while True:
-        bucket = np.minimum(numbers // size, max(n // size - 1, 0))
+        bucket = np.minimum(rows // size, max(n // size - 1, 0))
         first = bucket * size
         places = np.bincount(bucket) // 2  # chunks of each bucket that exchange
         if two:
             places -= places % 2  # two documents can only swap B's
         # in each bucket by document, and which of them are over their document's limit
-        by_document = first + sort_packed(bucket, document, draw=draw, last=numbers - first)
+        by_document = first + sort_packed(
+            bucket, document[rows], draw=draw[rows], last=rows - first
+        )
+        numbers = np.arange(len(rows))
         runs = run_starts(bucket, document[by_document])
         over = numbers - np.maximum.accumulate(np.where(runs, numbers, 0)) >= (places // 2)[bucket]
         # half of them, those over the limit last
-        chosen_first = sort_packed(bucket, over, draw=draw[by_document], last=numbers - first)
-        chosen = np.zeros(n, bool)
-        chosen[(first + chosen_first)[numbers - first < places[bucket]]] = True
-        if not (chosen & over).any():
+        chosen_first = sort_packed(bucket, over, draw=draw[by_document], last=rows - first)
+        chosen_first += numbers - (rows - first)
+        chosen = np.zeros(len(rows), bool)
+        chosen[chosen_first[rows - first < places[bucket]]] = True
+        takers, of_taker = by_document[chosen], bucket[chosen]
+        before, places = (np.cumsum(places) - places)[of_taker], places[of_taker]
+        turned = (np.arange(len(takers)) - before + places // 2) % places
+        giver[rows] = -1
+        giver[takers] = takers[before + turned]
+        failed = bucket[chosen & over]  # some document has more than three quarters of it
+        if not len(failed):
             break
         if size >= n:
             raise AssertionError("check_documents lets no such corpus pass")
-        size *= 2  # some document has more than three quarters of a bucket
-    takers = by_length[by_document[chosen]]
-    places_before = (np.cumsum(places) - places)[bucket[chosen]]
-    places = places[bucket[chosen]]
-    turned = (np.arange(len(takers)) - places_before + places // 2) % places
-    return takers[places_before + turned], takers
+        size *= 2
+        merged = np.minimum(np.arange(n) // size, max(n // size - 1, 0))
+        rows = np.flatnonzero(np.isin(merged, np.minimum(failed // 2, merged[-1])))
+    takers = np.flatnonzero(giver >= 0)
+    return by_length[giver[takers]], by_length[takers]
+
+
+def sort_rows(*columns: np.ndarray, draw: np.ndarray) -> np.ndarray:
+    """The order of rows by the columns, then by the upper 32 bits of `draw`: int64 (n,).
+
+    Keys of 16 bits are what numpy sorts by radix, three times as fast as whole numbers.
+    """
+    halves = draw.astype("<u8").view("<u2").reshape(-1, 4).T[2:]
+    keys = [column.astype(np.min_scalar_type(column.max())) for column in reversed(columns)]
+    return np.lexsort([*halves, *keys])
 
 
 def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Sort rows by the columns, then by `draw`, then by `last`; returns `last` in that order.
+    """Sort rows by the columns, the first of which ascends already, then by `draw`, then by `last`;
+    returns `last` in that order.
 
-    All in one integer a row, which sorts ten times as fast as rows: of `draw`, random uint64, as
-    many bits as the others, non-negative, leave.
+    All in one integer a row: of `draw`, random uint64, as many bits as the others, non-negative,
+    leave. The stable sort is the fast one of numbers that are nearly in order.
     """
     bits = [int(column.max()).bit_length() for column in (*columns, last)]
     room = max(64 - sum(bits), 0)
@@ -243,7 +321,7 @@ def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.
     if room:
         packed = (packed << np.uint64(room)) | (draw >> np.uint64(64 - room))
     packed = (packed << np.uint64(bits[-1])) | last.astype(np.uint64)
-    packed.sort()
+    packed.sort(kind="stable")
     return (packed & np.uint64(2 ** bits[-1] - 1)).astype(np.int64)
 
 
@@ -289,9 +367,6 @@ def truncate(
 
 def shuffle(stream: np.uint64, *columns: np.ndarray) -> np.ndarray:
     """A `PAIR` array of the columns, its rows in an order drawn from `stream`."""
-    numbers = np.arange(len(columns[0]))
-    order = sort_packed(draw=draws(stream, numbers), last=numbers)
-    pairs = np.empty(len(order), PAIR)
-    for name, column in zip(PAIR.names, columns, strict=True):
-        pairs[name] = column[order]
-    return pairs
+    order = sort_rows(draw=draws(stream, np.arange(len(columns[0]))))
+    rows = np.stack(columns, axis=1)
+    return rows.take(order, axis=0).view(PAIR)[:, 0]

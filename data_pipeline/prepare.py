@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 import shutil
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from data_pipeline.corpus import (
     left_out,
     list_pieces,
     name_source,
+    text_hash,
 )
 from data_pipeline.errors import UserError
 from data_pipeline.existing_vocab import make_vocabulary, read_existing
@@ -55,8 +58,8 @@ from data_pipeline.words import (
 
 SPLITS = ("train", "held_out")
 SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
-BATCH_CHARACTERS = 1 << 20  # of sentences that are numbered together
-BATCH_SENTENCES = 1 << 16  # that are encoded together
+BATCH_CHARACTERS = 1 << 17  # of sentences that are numbered together: what a cache holds
+BATCH_SENTENCES = 1 << 12  # that are encoded together, or numbered at most
 BATCH_WORDS = 1 << 20  # whose starts are packed together
 SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a split, with types
 
@@ -132,6 +135,9 @@ def prepare(
 
         # encode: numbered words -> token ids; other pieces of words would be other shards
         vocabulary = read_vocabulary(vocab_dir)
+        if share is None:  # to be looked at while the rest goes on
+            with written_beside(data_dir / "vocab") as folder:
+                shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
         name += "-" + vocabulary.sha256[:16]
         shards = [work_dir / f"{name}-shard-{i:05d}" for i in range(len(scans))]
         run("encoding", encode_scan, encode_tasks(scans, shards, stats, vocab_dir, config.vocab))
@@ -139,8 +145,6 @@ def prepare(
             print("encoded; when the whole array has: the same command with --finish instead")
             return
 
-        with written_beside(data_dir / "vocab") as folder:
-            shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
         sources = describe_sources(config.corpus, pieces, stats, shards)
         manifest = assemble_store(
             shards, data_dir / "store", stats, sources, key, vocabulary.sha256
@@ -288,37 +292,39 @@ def scan_piece(
 ) -> None:
     """Write the words of what is selected of a piece, numbered as they appear, to folder `out`.
 
-    `words.txt` (word i on line i), `counts.npy` (of training), `stats.json`, and for each split
-    `words.u4`, `sentences.i4` (words in each) and `documents.i4` (sentences in each); where
+    `words.txt` (word i on line i), `stats.json`, and for each split `words.u4`, `sentences.i4`
+    (words in each), `documents.i4` (sentences in each) and `counts.npy` (of each word); where
     `corpus.words` names a segmenter also `units.u1` (whether a masking unit starts at each word).
     """
-    source, rejects, text_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
+    source, rejects, corpus_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
     split = sentence_splitter(source.language, source.sentences)
     segment = load_segmenter(source.words)
     selected.open()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
-    number = partial(number_words, split=splitter, index=index)
+    numbering = partial(number_words, split=splitter, index=index)
     if segment:
-        number = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
+        numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
     with written_beside(out, shared=True) as folder:
-        writers = {name: WordWriter(folder / name, number) for name in SPLITS}
+        writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
         size = 0
         for document in read_selected(piece, source, selected.hashes, rejects):
             data = document.encode("utf-8", "replace")
             size += len(data)
-            text_hash.update(data + b"\0")
-            held_out = is_held_out(data, corpus.held_out)
-            document, copies = selected.take(document, data, held_out, rejects)
+            corpus_hash.update(data + b"\0")
+            number = text_hash(data)
+            held_out = is_held_out(number, corpus.held_out)
+            document, copies = selected.take(document, number, held_out, rejects)
             sentences = list(split_sentences(document, split))
             for _ in range(copies):
                 writers[SPLITS[held_out]].add(sentences)
             if copies and not sentences:
                 rejects.add("without words")
         stats = {name: writer.close() for name, writer in writers.items()}
-        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": text_hash.hexdigest()}
+        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": corpus_hash.hexdigest()}
         (folder / "words.txt").write_bytes(b"\n".join(index))
-        counts = writers["train"].counts
-        np.save(folder / "counts.npy", np.pad(counts, (0, len(index) - len(counts))))
+        for split in SPLITS:
+            counts = count_words(folder / split / "words.u4", len(index))
+            np.save(folder / split / "counts.npy", counts)
         (folder / "stats.json").write_text(json.dumps(stats))
 
 
@@ -332,7 +338,6 @@ class WordWriter:
         self.sentences: list[str] = []
         self.sizes: list[int] = []  # sentences of each waiting document
         self.waiting = 0  # characters
-        self.counts = np.zeros(0, np.int64)
         self.stats = {"documents": 0, "sentences": 0, "words": 0}
 
     def add(self, sentences: list[str]) -> bool:
@@ -345,16 +350,15 @@ class WordWriter:
         return bool(sentences)
 
     def flush(self) -> None:
-        numbers, words, *starts = self.number(self.sentences)
+        firsts = range(0, len(self.sentences) or 1, BATCH_SENTENCES)  # a document may be huge
+        parts = [self.number(self.sentences[i : i + BATCH_SENTENCES]) for i in firsts]
+        numbers, words, *starts = map(np.concatenate, zip(*parts, strict=True))
         document = np.repeat(np.arange(len(self.sizes)), self.sizes)[words > 0]
         sizes = np.bincount(document, minlength=len(self.sizes))
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
-        for name, array in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
+        for name, values in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
             with open(self.folder / name, "ab") as file:
-                array.astype("<" + name[-2:]).tofile(file)
-        counts = np.bincount(numbers, minlength=len(self.counts))
-        counts[: len(self.counts)] += self.counts
-        self.counts = counts
+                values.astype("<" + name[-2:], copy=False).tofile(file)
         for name, number in (
             ("documents", np.count_nonzero(sizes)),
             ("sentences", np.count_nonzero(words)),
@@ -368,16 +372,21 @@ class WordWriter:
         return self.stats
 
 
+def count_words(path: Path, n: int) -> np.ndarray:
+    """How often each number below `n` is in a file of uint32: int64 (n,)."""
+    counts = np.zeros(n, np.int64)
+    with open(path, "rb") as file:
+        while len(words := np.fromfile(file, "<u4", BATCH_WORDS)):
+            counts += np.bincount(words, minlength=n)
+    return counts
+
+
 def merge_counts(scans: list[Path], split: str) -> WordCounts:
     """How often each word occurs in one split of all pieces, taken in their order."""
     total = WordCounts()
     for scan in scans:
         words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-        if split == "train":
-            counts = np.load(scan / "counts.npy")
-        else:
-            numbers = np.fromfile(scan / split / "words.u4", "<u4")
-            counts = np.bincount(numbers, minlength=len(words))
+        counts = np.load(scan / split / "counts.npy")
         found = np.flatnonzero(counts)
         total.add(zip((words[i] for i in found), counts[found].tolist(), strict=True))
     return total
@@ -390,12 +399,15 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
     """Write the token arrays of a scanned piece, for both splits, to folder `out`, and what the
     manifest says of them: `entries.json`."""
     pieces = read_vocabulary(vocab_dir).pieces
-    tokenizer = build_tokenizer(pieces, vocab)
+    tokenize = build_tokenizer(pieces, vocab).model.tokenize
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-    ids = [[], *(tokenize_word(tokenizer.model, word) for word in words[1:])]
-    lengths = np.array([len(word) for word in ids])
-    table = np.fromiter((i for word in ids for i in word), dtype_of(len(pieces)), lengths.sum())
-    starts = np.cumsum(lengths) - lengths
+    ids, ends = array("I"), array("I", [0])  # word 0 is the end of a sentence
+    for word in words[1:]:
+        ids.extend([token.id for token in tokenize(word)])
+        ends.append(len(ids))
+    table, ends = np.array(ids, dtype_of(len(pieces))), np.array(ends, np.int32)
+    lengths = np.diff(ends, prepend=np.int32(0))
+    starts = ends - lengths
     with written_beside(out, shared=True) as folder:
         for split in SPLITS:
             encode_split(scan / split, folder / split, table, starts, lengths)
@@ -422,10 +434,6 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tokenize_word(model, word: str) -> list[int]:
-    return [token.id for token in model.tokenize(word)]
-
-
 def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.ndarray) -> None:
     sizes = np.fromfile(scan / "documents.i4", "<i4")
     if not len(sizes):
@@ -433,23 +441,21 @@ def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.n
     out.mkdir()
     words = np.memmap(scan / "words.u4", "<u4", "r")
     sentences = np.fromfile(scan / "sentences.i4", "<i4")
-    ends = np.cumsum(sentences, dtype=np.int64)
-    per_sentence = np.empty(len(sentences), np.int64)
-    batches = [slice(i, i + BATCH_SENTENCES) for i in range(0, len(sentences), BATCH_SENTENCES)]
-    for batch in batches:
-        n = lengths[words[ends[batch][0] - sentences[batch][0] : ends[batch][-1]]]
-        per_sentence[batch] = np.add.reduceat(
-            n, ends[batch] - sentences[batch] - (ends[batch][0] - sentences[batch][0])
-        )
-    offsets = np.concatenate([[0], np.cumsum(per_sentence)])
+    edges = np.zeros(len(sentences) + 1, np.int64)  # of sentences, in words
+    np.cumsum(sentences, out=edges[1:])
+    bounds = [*range(0, len(sentences), BATCH_SENTENCES), len(sentences)]
+    offsets = np.zeros(len(sentences) + 1, np.int64)  # the same in tokens
+    for a, b in pairwise(bounds):
+        n = lengths[words[edges[a] : edges[b]]]
+        offsets[a + 1 : b + 1] = np.add.reduceat(n, edges[a:b] - edges[a])
+    np.cumsum(offsets, out=offsets)
     tokens = np.lib.format.open_memmap(out / "tokens.npy", "w+", table.dtype, (int(offsets[-1]),))
-    for batch in batches:
-        part = words[ends[batch][0] - sentences[batch][0] : ends[batch][-1]]
+    for a, b in pairwise(bounds):
+        part = words[edges[a] : edges[b]]
         n = lengths[part]
-        source = np.repeat(starts[part] - (np.cumsum(n) - n), n)
-        source += np.arange(len(source))
-        first = offsets[batch.start]
-        tokens[first : first + len(source)] = table[source]
+        source = np.repeat(starts[part] - (np.cumsum(n, dtype=np.int32) - n), n)
+        source += np.arange(len(source), dtype=np.int32)
+        tokens[offsets[a] : offsets[b]] = table[source]
     tokens.flush()
     if (scan / "units.u1").exists():
         units = np.memmap(scan / "units.u1", "?", "r")

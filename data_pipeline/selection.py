@@ -1,9 +1,9 @@
 """corpus -> **selection** -> sentences: what is dropped as a duplicate, and what the weights take.
 
 One cheap pass writes the hashes of each piece's documents and long paragraphs (and the text, where
-it would have to be fetched or parsed again); merging the hashes tells every piece which of them an
-earlier piece has. So a piece can then be scanned alone, on any worker, and a text stays where it
-comes first in the order of pieces.
+it would have to be fetched, parsed or decompressed again); merging the hashes tells every piece
+which of them an earlier piece has. So a piece can then be scanned alone, on any worker, and a text
+stays where it comes first in the order of pieces.
 
 The rule of weights: of a source's N distinct documents to train on, weight w takes w N in all,
 rounded half up: each floor(w) times, and those with the lowest hashes once more. Held-out documents
@@ -26,7 +26,9 @@ from data_pipeline.processes import written_beside
 
 LONG = 100  # characters of a paragraph whose repetition is no chance
 MERGED = 1 << 24  # hashes that are compared at a time: about 500 MB
-COSTLY = ("dataset", "python-docs")  # layouts not to be read a second time
+# layouts and files that take several times longer to read again than their text from the disk
+COSTLY = ("dataset", "python-docs", "parquet", "arrow", "csv", "tsv")
+SLOW = (".bz2", ".xz")
 KINDS = ("documents", "paragraphs")
 ALL = 2**64  # above every hash
 
@@ -38,11 +40,14 @@ def needs_selection(corpus: CorpusConfig) -> bool:
 
 def hash_piece(piece: Piece, out: Path, source: SourceConfig) -> None:
     """Write `documents.npy` and `paragraphs.npy`, sorted uint64 hashes of a piece, to folder
-    `out`; 8 bytes each are all that is held in memory. Of `COSTLY` layouts the text as well."""
+    `out`; 8 bytes each are all that is held in memory. The text as well, of what is `COSTLY` or
+    `SLOW`."""
     hashes, rejects = {kind: bytearray() for kind in KINDS}, Rejects()
     with written_beside(out) as folder:
         documents = read_documents(piece, source, rejects)
-        for document in keep(documents, folder) if piece.layout in COSTLY else documents:
+        if piece.layout in COSTLY or piece.path.endswith(SLOW):
+            documents = keep(documents, folder)
+        for document in documents:
             add_hash(hashes["documents"], document)
             if len(document) >= LONG:
                 for line in document.split("\n"):
@@ -73,12 +78,14 @@ def read_selected(
         yield from read_documents(piece, source, rejects)
         return
     rejects.causes.update(json.loads((hashes / "rejects.json").read_text()))
-    rest = b""
+    document: list[bytes] = []
     with open(hashes / "text", "rb") as file:
         while block := file.read(BLOCK_BYTES):
-            *documents, rest = (rest + block).split(b"\0")
-            for document in documents:
-                yield document.decode()
+            first, *others = block.split(b"\0")
+            document.append(first)
+            for other in others:
+                yield b"".join(document).decode()
+                document = [other]
 
 
 # ---------------------------------------------------------------------------------- duplicates
@@ -198,10 +205,9 @@ class Selection:
             self.seen[kind].add(number)
         return False
 
-    def take(self, document: str, data: bytes, held_out: bool, rejects: Rejects) -> tuple[str, int]:
-        """What is left of a document, UTF-8 `data`, without duplicates, and how often to take
-        it."""
-        number = text_hash(data) if self.earlier or self.shares else 0
+    def take(self, document: str, number: int, held_out: bool, rejects: Rejects) -> tuple[str, int]:
+        """What is left of a document, whose `text_hash` is `number`, without duplicates, and how
+        often to take it."""
         if self.earlier:
             if self.is_duplicate("documents", number):
                 rejects.add("duplicate")

@@ -165,6 +165,46 @@ class TokenStore:
         return counts
 
 
+class Part(TokenStore):
+    """Some runs of documents of a store, end to end, as a store with places of its own.
+
+    `documents` int64 (runs, 2): the first of each run and the one after its last, ascending.
+    """
+
+    def __init__(self, store: TokenStore, documents: np.ndarray):
+        sentences = store.document_offsets[documents]
+        tokens = store.sentence_offsets[sentences]
+        self.store, self.vocabulary = store, store.vocabulary
+        self.tokens, self.word_starts = store.tokens, store.word_starts
+        self.document_offsets = join_runs(store.document_offsets, documents)
+        self.sentence_offsets = join_runs(store.sentence_offsets, sentences)
+        ends = np.cumsum(tokens[:, 1] - tokens[:, 0])
+        self.run_starts = np.append(0, ends[:-1])
+        self.later = tokens[:, 0] - self.run_starts  # how much later each run starts in the store
+
+    def __len__(self) -> int:
+        return int(self.sentence_offsets[-1])
+
+    def in_store(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where spans [start, end), none across two runs, are in the store."""
+        later = self.later[np.searchsorted(self.run_starts, starts, side="right") - 1]
+        return starts + later, ends + later
+
+    def read(
+        self, arrays: list[np.ndarray], positions: np.ndarray, at: Callable[..., np.ndarray]
+    ) -> np.ndarray:
+        return self.store.read(arrays, self.in_store(positions, positions)[0], at)
+
+    def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
+        return self.store.spans(*self.in_store(starts, ends))
+
+
+def join_runs(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """`offsets` of the items in [first, last) of each of `runs`, as if these lay end to end."""
+    sizes = [np.diff(offsets[first : last + 1]) for first, last in runs]
+    return np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+
+
 def read_bits(bits: np.ndarray, places: np.ndarray) -> np.ndarray:
     return (bits[places >> 3] >> (places & 7)) & 1
 

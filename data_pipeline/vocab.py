@@ -83,12 +83,10 @@ def train_wordpiece(
     first = list(existing) or SPECIAL_TOKENS
     alphabet = choose_alphabet(counts, vocab.character_coverage)
     words = sorted(
-        (word, count)
-        for word, count in counts.items()
-        if len(word) <= MAX_WORD_CHARACTERS and alphabet.issuperset(word)
+        word for word in counts if len(word) <= MAX_WORD_CHARACTERS and alphabet.issuperset(word)
     )
-    begins = {word[0] for word, _ in words}.difference(first)
-    continues = {"##" + character for word, _ in words for character in word[1:]}.difference(first)
+    begins = {word[0] for word in words}.difference(first)
+    continues = {f"##{c}" for c in set().union(*(word[1:] for word in words))}.difference(first)
     pieces = first + sorted(continues) + sorted(begins)
     if len(pieces) > size:
         raise UserError(
@@ -97,8 +95,8 @@ def train_wordpiece(
             f"vocab.character_coverage"
         )
     model = build_tokenizer(pieces, vocab).model
-    spelled = ["".join([chr(token.id) for token in model.tokenize(word)]) for word, _ in words]
-    merge_pairs(spelled, [count for _, count in words], pieces, size, vocab.min_frequency)
+    spelled = ["".join([chr(token.id) for token in model.tokenize(word)]) for word in words]
+    merge_pairs(spelled, [counts[word] for word in words], pieces, size, vocab.min_frequency)
     if len(pieces) < size:
         smaller = f"set vocab.size={len(pieces)} or less, or "
         cure = f"{smaller if len(pieces) >= MIN_VOCAB_SIZE else ''}add text"

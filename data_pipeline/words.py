@@ -12,46 +12,81 @@ divisions are of the same characters whatever the normaliser drops or adds.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
-from itertools import groupby
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from tokenizers import normalizers, pre_tokenizers
 
 from data_pipeline.errors import UserError
+from data_pipeline.hashing import GOLDEN, mix
 
 END = b"\0"  # of a sentence; no word has it, control characters having gone before
 CUT, CUT_MARK = "\ud800", b"\1"  # between words of a segmenter, before and after the table
+BETWEEN, INSIDE, ALONE = range(3)  # where a byte stands: between words, in one, or it is one
+SHORT = 16  # bytes of a word that a `WordTable` finds in its arrays
+SLOTS = 1 << 18  # words there
+FREE = np.uint64(2**64 - 1)  # no eight bytes of UTF-8
 Segmenter = Callable[[str], list[str]]
 
 
+@dataclass
+class Words:
+    """Text as UTF-8, and where each of its words starts and ends: int64."""
+
+    data: bytes
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
+            yield self.data[start:end]
+
+    def take(self, which: np.ndarray) -> "Words":
+        return Words(self.data, self.starts[which], self.ends[which])
+
+
 class WordSplitter:
-    """Callable: text, one sentence a line -> words as UTF-8 bytes, `END` after each sentence."""
+    """Callable: text, one sentence a line -> its `Words`, `END` after each sentence."""
 
     def __init__(self, normalizer: normalizers.Normalizer):
         self.normalizer = normalizer
         self.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self.table = CharacterTable(self.translate)
-        self.table |= {10: " \0 ", ord(CUT): CUT_MARK.decode()}
-        kept, dropped, self.spaced = bytearray(range(256)), bytearray(), []
-        for code in set(range(128)) - {0, 10}:
+        self.table[ord(CUT)] = CUT_MARK.decode()
+        kept, dropped, place = bytearray(range(256)), bytearray(), bytearray([INSIDE] * 256)
+        for code in range(128):
             words = self.translate(chr(code))
-            if len(words) == 3:  # a word of its own
-                self.spaced.append((bytes([code]), f" {chr(code)} ".encode()))
-            elif words:
-                kept[code] = ord(words)
+            if words:
+                kept[code] = ord(words.strip() or " ")
             else:
                 dropped.append(code)
-        self.ascii_table, self.ascii_dropped = bytes(kept), bytes(dropped)
+            if len(words) == 3:
+                place[code] = ALONE
+        kept[10], place[0], place[32] = 0, ALONE, BETWEEN
+        self.ascii_table, self.ascii_dropped, self.place = bytes(kept), bytes(dropped), bytes(place)
 
-    def __call__(self, text: str) -> list[bytes]:
-        if text.isascii():
-            data = text.encode().translate(self.ascii_table, self.ascii_dropped)
-            for mark, spaced in self.spaced:
-                if mark in data:
-                    data = data.replace(mark, spaced)
-            return data.replace(b"\n", b" \0 ").split()
-        return text.translate(self.table).encode("utf-8", "replace").split()
+    def __call__(self, text: str) -> Words:
+        data = text.encode("utf-8", "surrogatepass")  # a `CUT` is a surrogate
+        data = data.translate(self.ascii_table, self.ascii_dropped)
+        if not data.isascii():
+            data = self.translate_rest(data)
+        place = np.frombuffer(data.translate(self.place), np.uint8)
+        alone, inside = place == ALONE, np.pad(place == INSIDE, 1)
+        starts = alone | (inside[1:-1] & ~inside[:-2])
+        lasts = alone | (inside[1:-1] & ~inside[2:])
+        return Words(data, np.flatnonzero(starts), np.flatnonzero(lasts) + 1)
+
+    def translate_rest(self, data: bytes) -> bytes:
+        """`data` with the characters that are not ASCII translated, by runs of them."""
+        is_rest = np.frombuffer(data, np.int8) < 0
+        edges = np.flatnonzero(is_rest[1:] != is_rest[:-1]) + 1
+        runs = [data[start:end] for start, end in pairwise([0, *edges.tolist(), len(data)])]
+        for i in range(int(not is_rest[0]), len(runs), 2):
+            text = runs[i].decode("utf-8", "surrogatepass").translate(self.table)
+            runs[i] = text.encode()
+        return b"".join(runs)
 
     def translate(self, character: str) -> str:
         """What a character becomes: itself or others, ` x ` for a word of its own, ` ` or
@@ -82,7 +117,40 @@ class CharacterTable(dict):
         return words
 
 
-class WordIndex(dict):
+class WordTable(dict):
+    """word -> number; what it gives an unknown one, a subclass says.
+
+    A dictionary wants an object for each word. So most words are found in arrays, many at once: a
+    hash of the bytes says in which of `SLOTS` places the word is if it is there, and comparing all
+    bytes says whether it is. The first word in a place stays: frequent words come early.
+    """
+
+    masks = (np.tri(SHORT + 1, SHORT, -1, np.uint8) * 255).view("<u8")  # row i keeps i bytes
+
+    def __init__(self, numbers: dict[bytes, int]):
+        super().__init__(numbers)
+        self.keys = np.full((SLOTS, 2), FREE)
+        self.numbers = np.zeros(SLOTS, np.uint32)
+
+    def look_up(self, words: Words) -> np.ndarray:
+        """The number of each word: uint32."""
+        data = words.data + bytes(SHORT)
+        heads = np.ndarray(len(words.data) + 1, f"S{SHORT}", data, strides=(1,))  # from every byte
+        lengths = words.ends - words.starts
+        keys = heads[words.starts].view("<u8").reshape(-1, 2)
+        keys &= self.masks.take(lengths, 0, mode="clip")
+        slots = (mix(keys[:, 0] * GOLDEN ^ keys[:, 1]) % np.uint64(SLOTS)).astype(np.int64)
+        there, is_short = self.keys.take(slots, 0), lengths <= SHORT
+        found = (there[:, 0] == keys[:, 0]) & (there[:, 1] == keys[:, 1]) & is_short
+        numbers = self.numbers.take(slots)
+        rest = np.flatnonzero(~found)
+        numbers[rest] = [self[word] for word in words.take(rest)]
+        new = rest[(is_short & (there[:, 0] == FREE))[rest]]
+        self.keys[slots[new]], self.numbers[slots[new]] = keys[new], numbers[new]
+        return numbers
+
+
+class WordIndex(WordTable):
     """word -> number, in order of first appearance; an unknown word gets the next number."""
 
     def __missing__(self, word: bytes) -> int:
@@ -91,19 +159,20 @@ class WordIndex(dict):
 
 
 def number_words(
-    sentences: Iterable[str], split: WordSplitter, index: WordIndex
+    sentences: list[str], split: WordSplitter, index: WordIndex
 ) -> tuple[np.ndarray, np.ndarray]:
     """(word numbers uint32 of the sentences laid end to end, number of words of each sentence
     int32).
 
     `index[END]` must be 0. A sentence without words (zero-width characters alone) has 0.
     """
-    words: list[bytes] = []
-    for _, run in groupby(sentences, key=str.isascii):  # the table for ASCII is twice as fast
-        words += split("".join(f"{sentence}\n" for sentence in run))
-    numbers = np.fromiter(map(index.__getitem__, words), np.uint32, len(words))
-    ends = np.flatnonzero(numbers == 0)
-    return np.delete(numbers, ends), np.diff(ends, prepend=-1).astype(np.int32) - 1
+    numbers = index.look_up(split("\n".join([*sentences, ""])))
+    return numbers[numbers > 0], sentence_sizes(numbers)
+
+
+def sentence_sizes(numbers: np.ndarray) -> np.ndarray:
+    """Words before each `END`, whose number is 0: int32."""
+    return np.diff(np.flatnonzero(numbers == 0), prepend=-1).astype(np.int32) - 1
 
 
 # ---------------------------------------------------------------------------------- units
@@ -111,7 +180,7 @@ def number_words(
 LEFT, RIGHT = 2, 1  # sides of a word on which its unit ends whatever stands there
 
 
-class UnitIndex(dict):
+class UnitIndex(WordTable):
     """word with the cuts in and around it -> 4 x its number + `LEFT` + `RIGHT`, numbers being those
     of `index`.
 
@@ -119,8 +188,8 @@ class UnitIndex(dict):
     """
 
     def __init__(self, index: WordIndex, split: WordSplitter):
+        super().__init__({END: LEFT | RIGHT})
         self.index, self.split = index, split
-        self[END] = LEFT | RIGHT
 
     def __missing__(self, form: bytes) -> int:
         word = form.replace(CUT_MARK, b"")
@@ -136,7 +205,7 @@ class UnitIndex(dict):
 
 
 def number_units(
-    sentences: Iterable[str], units: UnitIndex, segment: Segmenter
+    sentences: list[str], units: UnitIndex, segment: Segmenter
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What `number_words` gives, and whether a masking unit starts at each word: bool.
 
@@ -145,22 +214,17 @@ def number_units(
     punctuation. In ASCII sentences each word is a unit. Raises `UserError` if what `segment` gives
     is not the sentence, divided.
     """
-    codes = []
-    for is_ascii, run in groupby(sentences, key=str.isascii):
-        if not is_ascii:
-            run = (cut_sentence(sentence, segment) for sentence in run)
-        words = units.split("\n".join(run) + "\n")
-        code = np.fromiter(map(units.__getitem__, words), np.uint32, len(words))
-        codes.append(code | (LEFT | RIGHT if is_ascii else 0))
-    code = np.concatenate([np.zeros(0, np.uint32), *codes])
+    is_ascii = np.array([sentence.isascii() for sentence in sentences], bool)
+    cuts = (s if s.isascii() else cut_sentence(s, segment) for s in sentences)
+    code = units.look_up(units.split("\n".join([*cuts, ""])))
+    ends = np.flatnonzero(code == (LEFT | RIGHT))
+    code[np.repeat(is_ascii, np.diff(ends, prepend=-1))] |= LEFT | RIGHT
     starts = (code & LEFT) > 0
     starts[1:] |= (code[:-1] & RIGHT) > 0
     starts[:1] = True
     is_cut = code == RIGHT
     numbers, starts = code[~is_cut] >> 2, starts[~is_cut]
-    ends = np.flatnonzero(numbers == 0)
-    sizes = np.diff(ends, prepend=-1).astype(np.int32) - 1
-    return np.delete(numbers, ends), sizes, np.delete(starts, ends)
+    return numbers[numbers > 0], sentence_sizes(numbers), starts[numbers > 0]
 
 
 def cut_sentence(sentence: str, segment: Segmenter) -> str:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.errors import UserError
+from pretrain.sharding import share, whole
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 NAME = re.compile(r"step-(\d{8})")
@@ -28,14 +29,18 @@ def save_checkpoint(
     optimizers: list[torch.optim.Optimizer],
     state: dict,
     keep: int,
+    writes: bool = True,
 ) -> Path:
     """Write `folder/step-N` for `state["step"]` = N, then remove all but the newest `keep`.
 
+    All processes call it, since each may hold a share of the tensors; the one that `writes` does.
     Raises `UserError` if there is no space for it; the checkpoints before it stay.
     """
-    model_tensors = tensors_of(model.state_dict())
-    optimizer_tensors = optimizer_state(model, optimizers)
+    model_tensors = tensors_of(model.state_dict(), writes)
+    optimizer_tensors = tensors_of(optimizer_state(model, optimizers), writes)
     final = folder / f"step-{state['step']:08d}"
+    if not writes:
+        return final
     temporary = final.with_name(final.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -66,8 +71,10 @@ def save_checkpoint(
     return final
 
 
-def tensors_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, made one after the other; none is kept unless `keep`."""
+    tensors = ((name, whole(tensor.detach())) for name, tensor in state.items())
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors if keep}
 
 
 def optimizer_state(
@@ -76,7 +83,7 @@ def optimizer_state(
     """`NAME/KEY` -> tensor, for each key of the optimizer's state of parameter NAME."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
+        f"{names[id(parameter)]}/{key}": value
         for optimizer in optimizers
         for parameter, values in optimizer.state.items()
         for key, value in values.items()
@@ -149,7 +156,7 @@ def load_optimizers(
     for name, value in load_file(checkpoint / "optimizer.safetensors").items():
         parameter_name, key = name.split("/")
         parameter = parameters[parameter_name]
-        owner[id(parameter)].state[parameter][key] = value.to(parameter.device)
+        owner[id(parameter)].state[parameter][key] = share(value, parameter)
 
 
 def check_contract(saved: dict, wanted: dict, run_dir: Path) -> None:

@@ -50,16 +50,19 @@ class HeldOut:
         if not len(store):
             raise UserError("no document is held out; raise corpus.held_out")
         source = BatchSource(store, data, SEED)
-        self.size = min(examples, source.epoch_size(0))
+        self.size = min(examples, source.part_size(0))
         starts = range(0, self.size, micro_batch_size)
         bands = frequency_bands(sample_counts(train))
         self.objective = data.objective
-        self.batches: list[tuple[Batch, torch.Tensor]] = []  # each with its `token_groups`
-        for start in starts[accelerator.process_index :: accelerator.num_processes]:
+        self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # `token_groups`; is it counted
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        for i in range(rank, -(-len(starts) // ranks) * ranks, ranks):  # as many on each rank:
+            start = starts[i % len(starts)]  # those with shards of a model compute together
             count = min(micro_batch_size, self.size - start)
             batch = source.batch(start, count)
             sizes = word_sizes(store, source.examples(start, count)[0], batch)
-            self.batches.append((batch, token_groups(batch, sizes, bands, train.vocabulary)))
+            groups = token_groups(batch, sizes, bands, train.vocabulary)
+            self.batches.append((batch, groups, i < len(starts)))
         counts = store.token_counts()
         self.baselines = {
             "eval/unigram_entropy": unigram_entropy(counts),
@@ -68,7 +71,7 @@ class HeldOut:
         if data.objective != "none":
             label = source.examples(0, self.size)[0]["label"]
             self.baselines["eval/nsp_majority"] = float(max(label.mean(), 1 - label.mean()))
-            self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.pairs(0))
+            self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.part(0))
 
 
 def sample_counts(store: TokenStore) -> np.ndarray:
@@ -139,11 +142,14 @@ def evaluate(
     # columns: how many, sum of losses, right, and for tokens: among the first five
     mlm = torch.zeros(len(GROUPS), 4, dtype=torch.float64, device=device)
     nsp = torch.zeros(1, 4, dtype=torch.float64, device=device)
-    for batch, groups in held_out.batches:
+    bf16 = accelerator.mixed_precision == "bf16"
+    for batch, groups, is_counted in held_out.batches:
         batch = batch.to(device)
-        with accelerator.autocast():
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             losses, ranks, logits = model.score(batch)
         tokens = torch.stack([torch.ones_like(losses), losses, ranks == 0, ranks < 5], 1)
+        if not is_counted:
+            continue
         mlm += groups.to(device).double() @ tokens.double()
         loss, right = next_sentence_loss(logits, batch.next_sentence_label)
         nsp += torch.stack([torch.tensor(len(logits), device=device), loss, right, right])

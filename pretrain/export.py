@@ -21,7 +21,7 @@ from data_pipeline.errors import UserError, run_command
 from data_pipeline.processes import written_beside
 from data_pipeline.token_store import read_vocabulary
 from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
-from pretrain.config import Config, ModelConfig
+from pretrain.config import Config, ModelConfig, phases_of
 from pretrain.model import BertForPreTraining
 
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
@@ -198,6 +198,12 @@ def model_card(config: Config, state: dict, parameters: int) -> str:
         pairs = "In `BertForNextSentencePrediction`, label 0 says that "
         pairs += f"{labels[config.data.objective]}.\n"
     metrics = "\n".join(f"- {name}: {value:.4f}" for name, value in state["evaluation"].items())
+    sizes = " and ".join(
+        f"{phase.train.global_batch_size} sequences of at most {phase.data.max_seq_length} tokens"
+        + (f" (from step {phase.start:,})" if phase.start else "")
+        for phase in phases_of(config)
+        if phase.start < max(state["step"], 1)
+    )
     data = config.data
     return f"""---
 library_name: transformers
@@ -206,9 +212,9 @@ tags: [bert]
 ---
 # BERT, pretrained from scratch with bert-pretrain
 
-{parameters:,} parameters, {state["step"]:,} steps of {config.train.global_batch_size} sequences
-of at most {data.max_seq_length} tokens. Objective: masked words ({data.masking},
-{data.masked_lm_prob:.0%}) and sentence pairs ({data.objective}).
+{parameters:,} parameters, {state["step"]:,} steps of {sizes}.
+Objective: masked words ({data.masking}, {data.masked_lm_prob:.0%}) and sentence pairs
+({data.objective}).
 
 ```python
 from transformers import AutoModel, AutoTokenizer, pipeline

@@ -12,6 +12,7 @@ heads, V vocabulary.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.batches import Batch
 from pretrain.config import ModelConfig
@@ -140,6 +141,7 @@ class BertForPreTraining(nn.Module):
         self.mlm = MaskedLMHead(config, vocab_size)
         self.nsp = nn.Linear(size, 2)
         self.config = config
+        self.gradient_checkpointing = False  # less memory, more compute
         self.apply(self.initialize)
         with torch.no_grad():
             self.embeddings.word.weight[config.pad_token_id].zero_()
@@ -160,7 +162,10 @@ class BertForPreTraining(nn.Module):
         """The last hidden state of every token: (T, D)."""
         x = self.embeddings(batch)
         for layer in self.layers:
-            x = layer(x, batch)
+            if self.gradient_checkpointing:
+                x = checkpoint(layer, x, batch, use_reentrant=False)  # draws the same dropout again
+            else:
+                x = layer(x, batch)
         return x
 
     def heads(self, batch: Batch) -> tuple[Tensor, Tensor]:

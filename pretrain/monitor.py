@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.config import TrainConfig
+from pretrain.config import Phase, TrainConfig, phase_at
 from pretrain.evaluate import unigram_entropy
 
 MOST_SKIPPED = 5  # steps in a row: a sixth would not be better
@@ -85,11 +85,14 @@ class Monitor:
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         return {"train/skipped_steps": self.state["skipped"]} | said
 
-    def give_up(self, run_dir: Path, step: int, losses: list[float]) -> str:
-        """Write `bad_batch.json`, what it takes to build the last batch again by
-        `BatchSource.batch(first, count)` with the run's config; the line to stop with."""
-        size = self.train.global_batch_size
-        found = {"step": step, "first": step * size, "count": size, "losses": losses}
+    def give_up(self, run_dir: Path, step: int, phases: list[Phase], losses: list[float]) -> str:
+        """Write `bad_batch.json`, what it takes to build the last batch again, by
+        `BatchSource.batch(first, count)` with the data and seed of the phase; the line to stop
+        with."""
+        phase = phase_at(phases, step)
+        size, number = phase.train.global_batch_size, phases.index(phase)
+        found = {"step": step, "phase": number, "first": (step - phase.start) * size}
+        found |= {"count": size, "losses": losses}
         (run_dir / "bad_batch.json").write_text(json.dumps(found) + "\n")
         return (
             f"the gradients of {MOST_SKIPPED} steps in a row are no numbers, the last is step "

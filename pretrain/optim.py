@@ -1,27 +1,84 @@
-"""loss -> **optimizer**: which parameters decay, and the learning rate as a function of the
-step."""
+"""loss -> **optimizer**: the learning rate as a function of the step, LAMB, and which parameters
+decay."""
+
+from functools import partial
+from math import cos, pi
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pretrain.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The learning rate of update `step` (0 is the first): linear warm-up, then linear to 0 at
-    `max_steps`.
+    """The learning rate of update `step` (0 is the first): linear warm-up, then the decay of
+    `schedule` to 0 at `max_steps`, over the steps that the warm-up leaves, so that nothing jumps.
 
     A function of the step alone: a scheduler that Accelerate prepares steps once for every process.
     """
-    warmup = train.warmup_steps
+    top, warmup = train.learning_rate, train.warmup_steps
     if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    return train.learning_rate * (train.max_steps - step) / (train.max_steps - warmup)
+        return top * (step + 1) / warmup
+    left, decay = train.max_steps - step, train.max_steps - warmup
+    if train.schedule == "cosine":
+        return top * (1 - cos(pi * left / decay)) / 2
+    if train.schedule == "polynomial":
+        return top * (left / decay) ** train.decay_power
+    if train.schedule == "trapezoid":
+        decay = train.decay_steps
+    return top * min(left, decay) / decay
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2): the update of AdamW, decay included,
+    scaled to the norm of what it updates, so that no layer moves too far in a large batch.
+
+    The trust ratio of a parameter w is ||w|| / ||update||, and 1 where either norm is 0. It is 1
+    for groups without decay too, which are biases and norms, as in NVIDIA's FusedLAMB. `step`,
+    `exp_avg` and `exp_avg_sq` of each parameter are tensors, like AdamW's.
+    """
+
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if weights:
+                self.update(weights, **group)
+
+    def update(self, weights: list[Tensor], lr, betas, eps, weight_decay, **_) -> None:
+        for p in weights:
+            if not self.state[p]:
+                self.state[p]["step"] = torch.zeros((), device=p.device)
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+        steps, means, squares = (
+            [self.state[p][name] for p in weights] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
+        grads = [p.grad for p in weights]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 1 - betas[0])
+        torch._foreach_mul_(squares, betas[1])
+        torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
+        # both are biased towards the zeros that they began with
+        bias1, bias2 = ((1 - beta ** steps[0].double()).float() for beta in betas)
+        updates, roots = torch._foreach_div(means, bias1), torch._foreach_div(squares, bias2)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, eps)
+        torch._foreach_div_(updates, roots)
+        if weight_decay:
+            torch._foreach_add_(updates, weights, alpha=weight_decay)
+            w, u = (torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, updates))
+            ratios = torch.where((w > 0) & (u > 0), w / u, 1.0)
+            torch._foreach_mul_(updates, ratios.unbind())
+        torch._foreach_add_(weights, updates, alpha=-lr)
 
 
 def build_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers of all parameters that train: AdamW, with Muon before it if the encoder's
-    matrices have it.
+    """The optimizers of all parameters that train: LAMB, or AdamW, with Muon before it if the
+    encoder's matrices have it.
 
     Biases and norms do not decay (BERT's rule); they are the parameters of one dimension.
     """
@@ -43,13 +100,7 @@ def build_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.O
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizers.append(
-        torch.optim.AdamW(
-            groups,
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            fused=True,
-        )
-    )
+    rest = Lamb if train.optimizer == "lamb" else partial(torch.optim.AdamW, fused=True)
+    betas = (train.adam_beta1, train.adam_beta2)
+    optimizers.append(rest(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon))
     return optimizers

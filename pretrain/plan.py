@@ -12,8 +12,7 @@ from accelerate import Accelerator
 from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import load_config
 from data_pipeline.errors import UserError, run_command
-from data_pipeline.pairs import SPECIALS
-from pretrain.config import Config
+from pretrain.config import Config, Phase, phases_of
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS, count_flops
@@ -30,45 +29,52 @@ MFU = 0.4  # of a card, that a run of this kind can reach
 
 def plan(config: Config) -> None:
     """Print the table and the warnings; raises `UserError` for all that `train` would refuse."""
-    accelerator = build_accelerator(config.train)
-    store, source = open_data(config)
+    train, phases = config.train, phases_of(config)
+    accelerator = build_accelerator(train, phases)
+    store, sources = open_data(config, phases)
     build_contract(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device)
-    optimizers = build_optimizers(model, config.train)
-    sample = source.batch(0, min(SAMPLE, source.epoch_size(0)))
-    operations = count_flops(sample, config.model, len(store.vocabulary))
-    speed, update_s = try_steps(model, optimizers, source, config, accelerator)
+    optimizers = build_optimizers(model, train)
+    speed, update_s = try_steps(model, optimizers, sources[0], config, accelerator)
     states = [v for o in optimizers for s in o.state.values() for v in s.values()]
-
-    train, pairs = config.train, source.pairs(0)
     parts = (model, model.embeddings, model.layers)
     weights, embeddings, encoder = (sum(p.numel() for p in part.parameters()) for part in parts)
     optimizer = sum(v.numel() * v.element_size() for v in states)
-    text = pairs["a_end"] - pairs["a_start"] + pairs["b_end"] - pairs["b_start"]
-    epoch = int(text.sum()) + len(pairs) * SPECIALS[config.data.objective]
-    sequences, tokens = train.max_steps * train.global_batch_size, epoch / len(pairs)
-    total = operations / len(sample.next_sentence_label) * sequences
-    activations = measure_activations(model, source, tokens * train.micro_batch_size, accelerator)
+    rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
+    counts = sample_counts(store)[store.vocabulary.ordinary]
+    total, most, unusual, names = 0.0, 0.0, [], ("the run",)
+    if len(phases) > 1:
+        names = tuple(f"phase {i}" for i in range(len(phases)))
+    for name, phase, source in zip(names, phases, sources, strict=True):
+        sample = source.batch(0, min(SAMPLE, source.part_size(0)))
+        steps, size = phase.end - phase.start, phase.train.global_batch_size
+        tokens = len(sample.input_ids) / len(sample.next_sentence_label)  # of a sequence
+        operations = count_flops(sample, config.model, len(store.vocabulary))
+        epoch = source.part_size(0) * source.n_parts  # sequences, about
+        total += operations / len(sample.next_sentence_label) * steps * size
+        most = max(most, tokens * phase.train.micro_batch_size)
+        rows[name] = (
+            f"{steps:,} steps of {size:,} sequences, {steps * size / epoch:,.1f} epochs of "
+            f"{epoch:,} sequences, {epoch * tokens:,.0f} tokens; "
+            f"{operations / len(sample.input_ids):.3g} FLOPs a token"
+        )
+        unusual += warnings(phase, steps * size / epoch, tokens, counts)
+    activations = measure_activations(model, sources[0], most, accelerator)
     saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
     here, card = total / speed + train.max_steps * update_s, total / MFU / PEAK_FLOPS["H100"]
-    rows = {
-        "parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}",
-        "operations a token": f"{operations / len(sample.input_ids):.3g} FLOPs",
+    rows |= {
+        "operations": f"{total:.3g} FLOPs",
         "memory of a device": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
         f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
-        "an epoch": f"{len(pairs):,} sequences, {epoch:,} tokens",
-        "the run": f"{train.max_steps:,} steps of {train.global_batch_size:,} sequences, "
-        f"{sequences / len(pairs):,.1f} epochs, {total:.3g} FLOPs",
         "disk": f"{mb(saved)} a checkpoint, {mb((train.keep_checkpoints + 1) * saved)} for those "
         "that are kept and one in work",
-        "time here": f"{here / 3600:,.2f} hours in one process, tried at "
-        f"{speed / 1e12:.3g} TFLOPS on {accelerator.device.type}",
+        "time here": f"{here / 3600:,.2f} hours in one process, tried at {speed / 1e12:.3g} TFLOPS "
+        f"on {accelerator.device.type}",
         "time on one H100": f"{card / 3600:,.2f} hours at {MFU:.0%} of its peak",
     }
     for name, value in rows.items():
         print(f"{name:20}{value}")
-    counts = sample_counts(store)[store.vocabulary.ordinary]
-    for line in warnings(config, sequences / len(pairs), tokens, counts):
+    for line in dict.fromkeys(unusual):
         print(f"warning: {line}")
 
 
@@ -79,11 +85,13 @@ def mb(size: float) -> str:
 def measure_activations(
     model: BertForPreTraining, source: BatchSource, tokens: float, accelerator: Accelerator
 ) -> float:
-    """Bytes that the forward pass of so many tokens keeps for the backward one, in the precision of
-    this machine: a line through what autograd saves of a small and of a larger batch, and the
-    scores of `linear_cross_entropy` with their gradient, which do not grow."""
+    """Bytes that so many tokens take in the precision of this machine: a line through what autograd
+    saves of a small and of a larger batch, a quarter more for what the backward pass makes (found
+    on a CPU), and the scores of `linear_cross_entropy` with their gradient, which do not grow. With
+    gradient checkpointing it is that of one layer, and what goes into each."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    points = []
+    points, recomputed = [], model.gradient_checkpointing
+    model.gradient_checkpointing = False  # its tensors are not seen here
     for count in (1, 4):
         kept: dict[int, int] = {}
 
@@ -98,8 +106,12 @@ def measure_activations(
         points.append((len(batch.input_ids), sum(v for k, v in kept.items() if k not in own)))
         del losses
     (x, low), (y, high) = points
+    kept_bytes, layers = low + (high - low) / (y - x) * (tokens - x), len(model.layers)
+    if recomputed:
+        kept_bytes = kept_bytes / layers + 4 * model.config.hidden_size * tokens * layers
     head = CHUNK.get(accelerator.device.type, CHUNK["cuda"]) + model.embeddings.word.weight.numel()
-    return low + (high - low) / (y - x) * (tokens - x) + 4 * head
+    model.gradient_checkpointing = recomputed
+    return 1.25 * kept_bytes + 4 * head
 
 
 def try_steps(
@@ -122,7 +134,9 @@ def try_steps(
             if now(accelerator) - begin > SECONDS:
                 break
         if turn == 1:
-            count = int(min(max(SECONDS / 5 / seconds, 1), config.train.micro_batch_size))
+            count = int(
+                min(max(SECONDS / 5 / seconds, 1), phases_of(config)[0].train.micro_batch_size)
+            )
     return operations / seconds, min(updates)
 
 
@@ -141,10 +155,10 @@ def backward(model, batch: Batch, accelerator: Accelerator) -> float:
     return mlm.item()
 
 
-def warnings(config: Config, epochs: float, tokens: float, counts: np.ndarray) -> Iterator[str]:
+def warnings(phase: Phase, epochs: float, tokens: float, counts: np.ndarray) -> Iterator[str]:
     """What someone who has trained many would ask about: `tokens` are those of a sequence, `counts`
     how often each ordinary piece occurs."""
-    train, data = config.train, config.data
+    train, data = phase.train, phase.data
     if epochs > 40:
         yield f"each sentence is seen {epochs:.0f} times; more text, or a smaller train.max_steps"
     if (size := tokens * train.global_batch_size) < 2048:
@@ -164,8 +178,9 @@ def warnings(config: Config, epochs: float, tokens: float, counts: np.ndarray) -
 def check(config: Config) -> None:
     """Print a pair as the model sees it, and have the model learn a batch by heart; raises
     `UserError` if a parameter has no gradient or the loss stays above `BY_HEART`."""
-    accelerator = build_accelerator(config.train)
-    store, source = open_data(config)
+    phases = phases_of(config)
+    accelerator = build_accelerator(config.train, phases)
+    (store, (source, *_)), top = open_data(config, phases), phases[0].train.learning_rate
     build_contract(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device).eval()  # no dropout
     optimizers = build_optimizers(model, config.train)
@@ -179,11 +194,11 @@ def check(config: Config) -> None:
         if loss < BY_HEART:
             print(f"learned {SEQUENCES} sequences by heart: MLM loss {loss:.3f} at step {done}")
             return
-        update(optimizers, config.train.learning_rate * min(1, (done + 1) / 20))
+        update(optimizers, top * min(1, (done + 1) / 20))
         zero_gradients(optimizers)
     raise UserError(
         f"{SEQUENCES} sequences are not learned by heart: MLM loss {loss:.3f} after {STEPS} steps, "
-        f"not below {BY_HEART}; try another train.learning_rate than {config.train.learning_rate:g}"
+        f"not below {BY_HEART}; try another train.learning_rate than {top:g}"
     )
 
 

@@ -29,15 +29,15 @@ from data_pipeline.errors import UserError
 from data_pipeline.processes import die_with_parent
 from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.checkpoint import check_contract, newest_checkpoint, read_state
-from pretrain.config import Config, TrainConfig
+from pretrain.config import Config, Phase, TrainConfig, phase_at
 from pretrain.evaluate import HeldOut
 from pretrain.metrics import TALLY
 from pretrain.model import BertForPreTraining
 
 
-def build_accelerator(settings: TrainConfig) -> Accelerator:
+def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:
     """Devices and processes; raises `UserError` if fewer processes run than the launcher was asked
-    for."""
+    for, or if they do not divide the batch of a phase."""
     launched = "WORLD_SIZE" in os.environ
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and not launched:
         raise UserError(
@@ -68,13 +68,13 @@ def build_accelerator(settings: TrainConfig) -> Accelerator:
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != world_size:
         raise UserError(f"the launcher was asked for {asked} processes, {world_size} run")
-    share = settings.micro_batch_size * world_size
-    if settings.global_batch_size % share:
-        nearest = max(1, round(settings.global_batch_size / share)) * share
-        raise UserError(
-            f"train.global_batch_size {settings.global_batch_size} is not a multiple of "
-            f"train.micro_batch_size {settings.micro_batch_size} x {world_size} processes = "
-            f"{share}; try {nearest}"
+    for phase in phases:
+        size, micro = phase.train.global_batch_size, phase.train.micro_batch_size
+        share = micro * world_size
+        check(
+            size % share == 0,
+            f"train.global_batch_size {size} is not a multiple of train.micro_batch_size {micro} x "
+            f"{world_size} processes = {share}; try {max(1, round(size / share)) * share}",
         )
     return accelerator
 
@@ -114,20 +114,28 @@ def shake_hands(config: Config, contract: dict, accelerator: Accelerator) -> Non
         accelerator.print("ranks: " + ", ".join(f"{n} on {host}" for host, n in hosts.items()))
 
 
-def open_data(config: Config) -> tuple[TokenStore, BatchSource]:
-    """The training split and its batches; raises `UserError` if there is none, or no pairs in
-    it."""
+def open_data(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
+    """The training split and the data of each phase; raises `UserError` if there is none."""
     vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
     store = TokenStore(Path(config.data_dir) / "store", "train", vocabulary)
-    source = BatchSource(store, config.data, config.seed)
-    source.epoch_size(0)  # a corpus that cannot give pairs says so now
-    return store, source
+    return store, build_sources(phases, store)
+
+
+def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
+    """The data of each phase; raises `UserError` if the corpus cannot give pairs of its length."""
+    sources = [BatchSource(store, phase.data, phase.seed) for phase in phases]
+    for phase, source in zip(phases, sources, strict=True):
+        source.part_size(0)
+        if phase.start:
+            source.parts.clear()  # until its turn: 3.3 bytes a token
+    return sources
 
 
 def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
     """The model as a run starts with it; without pairs to judge, the NSP head does not train."""
     torch.manual_seed(config.seed)
     model = BertForPreTraining(config.model, vocab_size)
+    model.gradient_checkpointing = config.train.gradient_checkpointing
     if config.data.objective == "none":
         model.pooler.requires_grad_(False)
         model.nsp.requires_grad_(False)
@@ -147,6 +155,7 @@ def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) 
     )
     free = (
         "compile",
+        "gradient_checkpointing",
         "log_every",
         "eval_every",
         "eval_examples",
@@ -200,7 +209,7 @@ def find_state(run_dir: Path, contract: dict, accelerator: Accelerator) -> tuple
     found = [newest_checkpoint(run_dir / "checkpoints") if accelerator.is_main_process else None]
     broadcast_object_list(found)
     if found[0] is None:
-        state = {"step": 0, "window": [0.0] * TALLY, "evaluation": {}, "epoch_sizes": []}
+        state = {"step": 0, "window": [0.0] * TALLY, "evaluation": {}, "part_sizes": []}
     else:
         state = read_state(found[0])
         check_contract(state["contract"], contract, run_dir)
@@ -228,20 +237,28 @@ def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) 
 def describe(
     config: Config,
     model: BertForPreTraining,
-    source: BatchSource,
+    phases: list[Phase],
+    sources: list[BatchSource],
     start: int,
     accelerator: Accelerator,
 ) -> None:
-    """Print the run at its start: config, size, and one pair as the model sees it."""
+    """Print the run at its start: config, size, phases, and one pair as the model sees it."""
     print(json.dumps(asdict(config)))
-    train = config.train
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {accelerator.num_processes} x "
         f"{accelerator.device.type}, {accelerator.mixed_precision.replace('no', 'fp32')}; "
-        f"{train.global_batch_size} sequences a step, "
-        f"{source.epoch_size(0):,} pairs an epoch, from step {start:,} to {train.max_steps:,}"
+        f"from step {start:,} to {config.train.max_steps:,}"
     )
-    print(show_pair(source.batch(start * train.global_batch_size, 1), source.store.vocabulary))
+    for phase, source in zip(phases, sources, strict=True):
+        pairs = source.part_size(0) * source.n_parts
+        print(
+            f"step {phase.start:,} to {phase.end:,}: {phase.train.global_batch_size:,} sequences "
+            f"of at most {phase.data.max_seq_length} tokens a step, {pairs:,} pairs an epoch"
+        )
+    phase = phase_at(phases, start)
+    example = (start - phase.start) * phase.train.global_batch_size
+    batch = sources[phases.index(phase)].batch(example, 1)
+    print(show_pair(batch, sources[0].store.vocabulary))
 
 
 def show_pair(batch: Batch, vocabulary: Vocabulary) -> str:

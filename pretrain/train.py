@@ -3,8 +3,10 @@ while the rest."""
 
 import gc
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +14,17 @@ import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
 
-from data_pipeline.batches import Batch, prefetch
+from data_pipeline.batches import Batch, BatchSource, prefetch
 from data_pipeline.hashing import key
 from data_pipeline.processes import progress_bar
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
-from pretrain.config import Config
+from pretrain.config import Config, Phase, phase_at, phases_of
 from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
 from pretrain.monitor import Monitor
 from pretrain.optim import build_optimizers, learning_rate
+from pretrain.sharding import clip_gradients, no_sync, wrap_model
 from pretrain.start import (
     build_accelerator,
     build_contract,
@@ -45,19 +48,21 @@ def train(config: Config) -> None:
     Raises `UserError` for what the user can put right, before anything is written.
     """
     settings, run_dir, data_dir = config.train, Path(config.run_dir), Path(config.data_dir)
-    accelerator = build_accelerator(settings)
+    phases = phases_of(config)
+    accelerator = build_accelerator(settings, phases)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     device, main = accelerator.device, accelerator.is_main_process
 
     # data
-    store, source = open_data(config)
+    store, sources = open_data(config, phases)
     vocabulary = store.vocabulary
     held_out = build_held_out(config, store, accelerator)
     contract = build_contract(config, store, accelerator)
     shake_hands(config, contract, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = find_state(run_dir, contract, accelerator)
-    source.epoch_sizes = state["epoch_sizes"] or source.epoch_sizes
+    for source, sizes in zip(sources, state["part_sizes"], strict=False):  # none in a new run
+        source.part_sizes = sizes
 
     # model and optimizers
     bare = build_model(config, len(vocabulary))
@@ -65,50 +70,47 @@ def train(config: Config) -> None:
         load_model(checkpoint, bare)
     if settings.compile or (settings.compile is None and device.type == "cuda"):
         bare.compile_layers()
-    model = accelerator.prepare(bare.to(device))
+    model = wrap_model(bare, accelerator)
     optimizers = build_optimizers(bare, settings)
     if checkpoint:
         load_optimizers(checkpoint, bare, optimizers)
     if main:
         OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
         tracker = Tracker(run_dir, state["step"], config.tracking.wandb, asdict(config))
-        describe(config, bare, source, state["step"], accelerator)
+        describe(config, bare, phases, sources, state["step"], accelerator)
 
     # training loop
     steps = range(state["step"], settings.max_steps)
-    share = (settings.global_batch_size, settings.micro_batch_size, rank, world_size)
-
-    def load(step: int) -> tuple[list[Batch], int]:
-        loaded = source.step(step, *share)
-        flops = sum(count_flops(batch, config.model, len(vocabulary)) for batch in loaded)
-        return [batch.to(device) for batch in loaded], flops
-
-    batches = prefetch(map(load, steps))
+    flops = partial(count_flops, model=config.model, vocab_size=len(vocabulary))
+    batches = prefetch(
+        ([batch.to(device) for batch in micro_batches], sum(map(flops, micro_batches)))
+        for micro_batches in read_steps(phases, sources, state["step"], rank, world_size)
+    )
     window = torch.tensor(state["window"], dtype=torch.float64, device=device)
     clock = Clock(world_size, peak_flops(device))
     bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
     say = bar.write if main else lambda line: None
     counts = sample_counts(store)
-    monitor = Monitor(settings, counts, vocabulary["[UNK]"], state.get("monitor", {}), say)
+    monitor = Monitor(phases[0].train, counts, vocabulary["[UNK]"], state.get("monitor", {}), say)
     model.train()
     for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):
+        phase = phase_at(phases, step)
         masked = count_masked(micro_batches, accelerator)
         sums = torch.zeros_like(window)
         for i, batch in enumerate(micro_batches):
             torch.manual_seed(dropout_seed(config.seed, step, rank * len(micro_batches) + i))
             last = i == len(micro_batches) - 1
-            with nullcontext() if last else accelerator.no_sync(model):
+            with nullcontext() if last else no_sync(model, accelerator):
                 losses, right = model(batch)
                 # by the counts of the whole step: however it is divided, it has one gradient
                 loss = losses[0] / masked
                 if config.data.objective != "none":
-                    loss = loss + losses[1] / settings.global_batch_size
+                    loss = loss + losses[1] / phase.train.global_batch_size
                 accelerator.backward(loss * world_size)  # DDP averages over processes
             sums += tally(losses, right, batch)
-        grad_norm = accelerator.clip_grad_norm_(
-            bare.parameters(), settings.max_grad_norm or math.inf
-        ).item()
-        rate, sums = learning_rate(step, settings), accelerator.reduce(sums)
+        grad_norm = clip_gradients(bare.parameters(), settings.max_grad_norm or math.inf).item()
+        rate = learning_rate(step - phase.schedule_start, phase.train)
+        sums = accelerator.reduce(sums)
         if monitor.is_sound(step, grad_norm):  # the same on all ranks, as the gradient is
             update(optimizers, rate)
             window += sums
@@ -119,7 +121,7 @@ def train(config: Config) -> None:
         bar.update()
         if monitor.is_lost():
             bar.close()
-            why = monitor.give_up(run_dir, step, sums[:2].tolist()) if main else ""
+            why = monitor.give_up(run_dir, step, phases, sums[:2].tolist()) if main else ""
             stop_all(why, accelerator)
         if done % settings.log_every == 0 or ended:
             metrics = to_metrics(window, "train", config.data.objective) | clock.speed()
@@ -137,12 +139,12 @@ def train(config: Config) -> None:
                 tracker.log(done, state["evaluation"])
                 bar.write(evaluation_line(done, state["evaluation"]))
         if done % settings.save_every == 0 or ended:
-            state |= {"step": done, "window": window.tolist(), "epoch_sizes": source.epoch_sizes}
+            sizes = [source.part_sizes for source in sources]
+            state |= {"step": done, "window": window.tolist(), "part_sizes": sizes}
             state["monitor"] = monitor.state
             with clock.paused():
-                if main:
-                    folder = run_dir / "checkpoints"
-                    save_checkpoint(folder, bare, optimizers, state, settings.keep_checkpoints)
+                folder, keep = run_dir / "checkpoints", settings.keep_checkpoints
+                save_checkpoint(folder, bare, optimizers, state, keep, writes=main)
                 accelerator.wait_for_everyone()
     bar.close()
 
@@ -159,6 +161,18 @@ def train(config: Config) -> None:
     gc.collect()  # a gloo process that ends with its model alive may abort
     accelerator.end_training()
     lock.close()
+
+
+def read_steps(
+    phases: list[Phase], sources: list[BatchSource], start: int, rank: int, world_size: int
+) -> Iterator[list[Batch]]:
+    """What one rank trains on from step `start` to the end: the micro-batches of a step at a
+    time."""
+    for phase, source in zip(phases, sources, strict=True):
+        sizes = (phase.train.global_batch_size, phase.train.micro_batch_size)
+        for step in range(max(start, phase.start), phase.end):
+            yield source.step(step - phase.start, *sizes, rank, world_size)
+        source.parts.clear()  # its turn is over
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:

@@ -6,7 +6,6 @@ fused AdamW, the faster matrix products.
 """
 
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -178,14 +177,19 @@ def padding_share(task: Task) -> float:
 
 
 def peak_memory(step: Step, device: torch.device, count: int = 4) -> int:
-    """Bytes at the highest point of some steps."""
+    """Bytes at the highest point of some steps (Linux)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     for _ in range(count):
         step()
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else memory("VmHWM")
+
+
+def memory(name: str) -> int:
+    """Bytes of this process, by one of the names of /proc/self/status."""
+    return 1024 * int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
 
 
 def memory_of(side: str, data_dir: Path, size: str, length: int, device: str) -> int:
@@ -204,7 +208,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cuda = device == "cuda"
     task = make_task(Path(data_dir), size, int(length), BATCH_SIZE[device], device)
-    before = 0 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = 0 if cuda else memory("VmRSS")
     step = ours(task, bf16=cuda) if side == "ours" else peer(task, bf16=cuda, tuned=False)
     print(peak_memory(step, task.device) - before)
 

@@ -55,6 +55,17 @@ def make_store(corpus: Corpus, shards: int = 1) -> TokenStore:
     return store
 
 
+def copied(corpus: Corpus, copies: int) -> TokenStore:
+    """A store with each document of `corpus` so many times, one after another."""
+    store = make_store([document for document in corpus for _ in range(copies)])
+    starts = store.sentence_offsets[store.document_offsets]
+    tokens = store.tokens[0]
+    for i in range(store.n_documents):
+        first = starts[i // copies * copies]
+        tokens[starts[i] : starts[i + 1]] = tokens[first : first + starts[i + 1] - starts[i]]
+    return store
+
+
 def corpus_of(store: TokenStore) -> Corpus:
     """The word lengths of a store, read from its pieces."""
     tokens = [int(token) for shard in store.tokens for token in shard]
@@ -127,21 +138,29 @@ def segments_of(corpus: Corpus, max_tokens: int) -> tuple[list[tuple[int, int, i
 
 
 def chunks_of(
-    segments: list[tuple[int, int, int]], max_tokens: int, short_seq_prob: float, stream: int
+    segments: list[tuple[int, int, int]],
+    max_tokens: int,
+    short_seq_prob: float,
+    stream: int,
+    run: int,
 ) -> list[list[int]]:
-    """Chunks, each a list of segment numbers."""
+    """Chunks, each a list of segment numbers; none goes past the end of a document or a run."""
+
+    def starts_run(i: int) -> bool:
+        return i == 0 or segments[i - 1][2] != segments[i][2] or i % run == stream % run
+
     chunks, i = [], 0
     while i < len(segments):
-        start, _, document = segments[i]
+        start = segments[i][0]
         value = draw(stream, i)
         target = max_tokens
-        if i == 0 or segments[i - 1][2] != document:
-            target = max_tokens // 2 + below(value, max_tokens - max_tokens // 2 + 1)
+        if starts_run(i):
+            target = max_tokens - below(value, max_tokens - max_tokens // 2 + 1)
         if value % 65536 < round(short_seq_prob * 65536):
             target = 2 + below(value, max_tokens - 1)
         chunk = [i]
         i += 1
-        while i < len(segments) and segments[i][2] == document and segments[i][1] - start <= target:
+        while i < len(segments) and not starts_run(i) and segments[i][1] - start <= target:
             chunk.append(i)
             i += 1
         chunks.append(chunk)
@@ -180,16 +199,23 @@ def exchanged(
     largest = max((documents.count(d) for d in set(documents)), default=0)
     if n < 4 or n - largest < n // 2 - n // 2 // 2:
         raise NotPossible(n, largest)
-    order = sorted(range(n), key=lambda i: (inside[i], lengths[i], draw(stream, i)))
-    size = bucket_size
-    while True:
-        count = max(n // size, 1)
-        buckets = [order[i * size : (i + 1) * size if i < count - 1 else n] for i in range(count)]
-        taken = [exchanged_in(bucket, documents, stream) for bucket in buckets]
-        if None not in taken:
-            return {taker: giver for part in taken for taker, giver in part.items()}
-        assert size < n, "one bucket of all chunks must do"
+    order = sorted(range(n), key=lambda i: (inside[i], lengths[i], draw(stream, i) >> 32))
+    size, givers = bucket_size, {}
+    todo = set(range(max(n // size, 1)))
+    while todo:
+        count, failed = max(n // size, 1), set()
+        for number in todo:
+            bucket = order[number * size : (number + 1) * size if number < count - 1 else n]
+            for taker in bucket:
+                givers.pop(taker, None)
+            found = exchanged_in(bucket, documents, stream)
+            if found is None:
+                failed.add(number)
+            givers |= found or {}
+        assert not failed or size < n, "one bucket of all chunks must do"
         size *= 2
+        todo = {min(number // 2, max(n // size, 1) - 1) for number in failed}
+    return givers
 
 
 def exchanged_in(bucket: list[int], documents: list[int], stream: int) -> dict[int, int] | None:
@@ -232,11 +258,24 @@ def reference_pairs(
     seed: int,
     epoch: int,
     bucket_size: int,
+    run: int,
+    copies: int = 1,
 ) -> list[tuple[int, ...]]:
-    """What `draw_pairs` must give, as tuples; raises `NotPossible`."""
+    """What `draw_pairs` must give, as tuples; raises `NotPossible`.
+
+    Of `corpus`, every `copies` documents are one text.
+    """
     max_tokens = max_seq_length - SPECIAL_COUNT[objective]
     segments, word_starts = segments_of(corpus, max_tokens)
-    chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
+    chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0), run)
+    if objective == "sop":
+        # half of the documents are cut from the end back: the same rule before a mirror
+        mirror = [(-end, -start, document) for start, end, document in reversed(segments)]
+        back = chunks_of(mirror, max_tokens, short_seq_prob, key(seed, epoch, 0), run)
+        back = [[len(segments) - 1 - i for i in reversed(chunk)] for chunk in back]
+        turned = [draw(key(seed, epoch, 5), number) >> 63 for number in range(len(corpus))]
+        chunks = [c for c in chunks if not turned[segments[c[0]][2]]]
+        chunks = sorted(chunks + [c for c in back if turned[segments[c[0]][2]]])
     halves, documents, inside = [], [], []
     for chunk in chunks:
         start, end = segments[chunk[0]][0], segments[chunk[-1]][1]
@@ -246,7 +285,7 @@ def reference_pairs(
         middle = split_at(chunk, segments, word_starts, key(seed, epoch, 2))
         if middle is not None:
             halves.append([start, middle, middle, end])
-            documents.append(segments[chunk[0]][2])
+            documents.append(segments[chunk[0]][2] // copies)
             inside.append(len(chunk) == 1)
     labels = [0] * len(halves)
     if objective == "sop":
@@ -262,7 +301,7 @@ def reference_pairs(
         halves = [truncated(half, word_starts, max_tokens) for half in halves]
     pairs = [(*half, label) for half, label in zip(halves, labels, strict=True)]
     stream = key(seed, epoch, 1)
-    return [pairs[i] for i in sorted(range(len(pairs)), key=lambda i: draw(stream, i))]
+    return [pairs[i] for i in sorted(range(len(pairs)), key=lambda i: draw(stream, i) >> 32)]
 
 
 # --- masks and batches ----------------------------------------------------------------------------

@@ -5,8 +5,11 @@ not."""
 import dataclasses
 import itertools
 import json
+import random
 import threading
 import time
+import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_pairs import draw, key, make_store, reference_example
 
+from data_pipeline import batches
 from data_pipeline.batches import Batch, BatchSource, prefetch
 from data_pipeline.config import PairsConfig
 from data_pipeline.errors import UserError
-from data_pipeline.token_store import FORMAT, TokenStore
+from data_pipeline.pairs import deal_documents
+from data_pipeline.token_store import FORMAT, Part, TokenStore
 
 SEED = 7
 DATA = PairsConfig(max_seq_length=64)
@@ -251,18 +256,116 @@ def test_masks_of_the_same_text_are_drawn_afresh(store) -> None:
 def test_known_epoch_sizes_change_nothing_but_the_work(store, source) -> None:
     sizes = [source.epoch_size(epoch) for epoch in range(3)]
     start = sizes[0] + sizes[1] + 5
-    cached = BatchSource(store, DATA, SEED, epoch_sizes=sizes)
+    cached = BatchSource(store, DATA, SEED, part_sizes=sizes)
     assert same(cached.batch(start, 10), BatchSource(store, DATA, SEED).batch(start, 10))
-    assert list(cached.epochs) == [2]  # the epochs before were not drawn
+    assert list(cached.parts) == [2]  # the epochs before were not drawn
     sizes.append(0)  # the list given stays the caller's
-    assert len(cached.epoch_sizes) == 3
+    assert len(cached.part_sizes) == 3
 
 
 def test_at_most_two_epochs_are_kept(store) -> None:
     source = BatchSource(store, DATA, SEED)
     for epoch in range(5):
         source.batch(sum(source.epoch_size(e) for e in range(epoch)) + 1, 2)
-        assert len(source.epochs) <= 2
+        assert len(source.parts) <= 2
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def in_parts(store: TokenStore, n_parts: int, objective: str = "nsp") -> BatchSource:
+    with mock.patch.object(batches, "PART_TOKENS", -(-len(store) // n_parts)):
+        data = PairsConfig(max_seq_length=64, objective=objective)
+        return BatchSource(store, data, SEED)
+
+
+def places(pairs: np.ndarray) -> np.ndarray:
+    """The tokens of all segments of the pairs."""
+    spans = [pairs[[f"{name}_start", f"{name}_end"]].tolist() for name in "ab"]
+    return np.concatenate([np.arange(*span) for span in spans[0] + spans[1]])
+
+
+@pytest.fixture(scope="module")
+def many() -> TokenStore:
+    """A store of 600 documents of 1 to 20 sentences."""
+    draw = random.Random(1)
+    return make_store(
+        [
+            [[1] * draw.randint(3, 40) for _ in range(draw.randint(1, 20))]
+            for document in range(600)
+        ],
+        shards=4,
+    )
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+def test_an_epoch_in_parts_keeps_what_holds_for_one(many, objective) -> None:
+    source = in_parts(many, 5, objective)
+    assert source.n_parts == 5
+    starts = many.sentence_offsets[many.document_offsets]
+    for epoch in range(2):
+        pairs = source.pairs(epoch)
+        used = places(pairs)
+        assert len(np.unique(used)) == len(used) >= 0.99 * len(many)
+        a, b, a_last, b_last = (
+            np.searchsorted(starts, pairs[name] - last, side="right")
+            for name, last in (("a_start", 0), ("b_start", 0), ("a_end", 1), ("b_end", 1))
+        )
+        assert (a == a_last).all() and ((b == b_last) | (objective == "none")).all()
+        if objective == "nsp":
+            assert ((a != b) == (pairs["label"] == 1)).all()
+        for part in map(source.part, source.parts_of(epoch)):
+            assert part["label"].sum() == (len(part) // 2 if objective != "none" else 0)
+            assert 0.5 < len(part) * 5 / len(pairs) < 1.5
+            # a part is a sample of all of the store
+            assert part["a_start"].min() < len(many) / 5
+            assert part["a_start"].max() > len(many) * 4 / 5
+    first, again = (set(source.part(n)["a_start"].tolist()) for n in (0, 5))
+    assert len(first & again) < 0.5 * len(first)  # and another one in each epoch
+
+
+def test_steps_go_on_over_parts_and_epochs(many) -> None:
+    source = in_parts(many, 3)
+    wanted = np.concatenate([source.pairs(epoch) for epoch in range(2)])
+    found, streams = in_parts(many, 3).examples(0, len(wanted))
+    assert (found == wanted).all() and len(np.unique(streams)) == len(wanted)
+    border = source.part_size(0) + source.part_size(1)
+    cold = in_parts(many, 3)
+    assert rows_at(cold, border - 3, 8) == rows_at(source, border - 3, 3) + rows_at(
+        source, border, 5
+    )
+    cold.part_sizes, cold.parts = source.part_sizes, {}
+    cold.batch(source.epoch_size(0) + 1, 2)
+    assert list(cold.parts) == [3]  # known sizes: nothing before is drawn
+
+
+def test_parts_of_a_store_read_what_the_store_has_there(many) -> None:
+    (documents,) = deal_documents(many, 1, np.uint64(0))
+    assert documents[0, 0] == 0 and documents[-1, 1] == many.n_documents
+    part = Part(many, np.array([[2, 5], [9, 10]]))
+    starts = many.sentence_offsets[many.document_offsets]
+    wanted = np.concatenate([np.arange(starts[2], starts[5]), np.arange(starts[9], starts[10])])
+    assert len(part) == len(wanted) and part.n_documents == 4
+    everywhere = np.arange(len(part))
+    assert (part.take(everywhere) == many.take(wanted)).all()
+    assert (part.starts_word(everywhere) == many.starts_word(wanted)).all()
+    edges = part.sentence_offsets[part.document_offsets]
+    spans = [span.tolist() for span in part.spans(edges[:-1], edges[1:])]
+    assert sum(spans, []) == many.take(wanted).tolist()
+
+
+def test_a_part_is_planned_in_the_memory_of_a_part() -> None:
+    corpus = [[[1] * 20 for _ in range(40)] for _ in range(800)]
+    store = make_store(corpus)
+
+    def peak(n_parts: int) -> int:
+        tracemalloc.start()
+        in_parts(store, n_parts).part(n_parts // 2)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    assert peak(16) < peak(1) / 8
 
 
 # --- shards ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import data_pipeline.config
 import pretrain.config
 from data_pipeline.config import DataConfig, load_config
 from data_pipeline.errors import UserError
-from pretrain.config import Config
+from pretrain.config import Config, phases_of
 
 ROOT = Path(__file__).parents[1]
 MINIMAL = "corpus: {files: a.txt}\n"
@@ -25,8 +26,16 @@ def load(folder: Path, text: str, *overrides: str, schema: type = Config) -> Con
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.name)
-def test_a_config_of_the_project_loads(path: Path):
-    load_config(Config, str(path))
+def test_a_config_of_the_project_loads_and_its_commands_name_it(path: Path):
+    config = load_config(Config, str(path))
+    for phase in phases_of(config):
+        phase.data.validate()
+        phase.train.validate()
+        processes = 8 if "gpu_8.yaml" in path.read_text() else 1
+        assert phase.train.global_batch_size % (phase.train.micro_batch_size * processes) == 0
+    names = set(re.findall(r"[ =](configs/\w+\.yaml)", path.read_text().split("\nrun_dir")[0]))
+    assert names == {f"configs/{path.name}"} or path.name == "quickstart.yaml"
+    assert config.run_dir == f"runs/{path.stem}" and config.data_dir == f"data/{path.stem}"
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1.0e-4", "0.0001", "1E-4"])
@@ -132,6 +141,10 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
         ("train.learning_rate=nan", "train.learning_rate"),
         ("train.learning_rate=inf", "train.learning_rate"),
         ("train.warmup_steps=1000000", "train.warmup_steps 1000000 is not below"),
+        ("train.schedule=poly", "train.schedule is 'poly'; it can be linear, cosine, polynomial"),
+        ("train.schedule=trapezoid", "train.decay_steps is None; .* wants 1 to 990000"),
+        ("train.decay_steps=9", "train.decay_steps is given, and train.schedule linear decays"),
+        ("train.decay_power=0", "train.decay_power is not a number above 0"),
         ("train.precision=fp16", "train.precision is 'fp16'; it can be auto, fp32, bf16"),
         ("seed", "'seed' is not key=value"),
         ("--seed=3", "'--seed=3' is not key=value"),

@@ -4,6 +4,7 @@ pieces, the workers and the interruptions.
 The reference is the rule said plainly: one walk through all documents with a set of what was seen.
 """
 
+import bz2
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from data_pipeline.config import (
     SourceConfig,
     VocabConfig,
 )
-from data_pipeline.corpus import Rejects, list_pieces
+from data_pipeline.corpus import Rejects, list_pieces, text_hash
 from data_pipeline.prepare import prepare
 from data_pipeline.selection import (
     LONG,
@@ -78,7 +79,7 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
         chosen[i].open()
         source = sources[pieces[i].source]
         for document in read_selected(pieces[i], source, chosen[i].hashes, rejects):
-            text, copies = chosen[i].take(document, document.encode(), False, rejects)
+            text, copies = chosen[i].take(document, text_hash(document.encode()), False, rejects)
             kept[i] += [text] * copies
     return [document for i in kept for document in kept[i]], rejects.causes
 
@@ -152,6 +153,21 @@ def test_a_dataset_is_read_once(tmp_path: Path):
     assert len(calls) == len(pieces) == 1
 
 
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+def test_a_file_slow_to_decompress_is_read_once(tmp_path: Path, block: int):
+    text = "one\nline\n\ntwo é\n\none\nline\n\nthree"
+    (tmp_path / "a.txt.bz2").write_bytes(bz2.compress(text.encode()))
+    config = CorpusConfig(files=str(tmp_path / "a.txt.bz2"))
+    real, calls = corpus.read_text, []
+    with (
+        patch.object(corpus, "read_text", lambda *args: (calls.append(args), real(*args))[1]),
+        patch.object(selection, "BLOCK_BYTES", block),
+    ):
+        kept, causes = by_pieces(config, tmp_path)
+    assert (kept, causes) == (["one\nline", "two é", "three"], {"duplicate": 1})
+    assert len(calls) == 1
+
+
 # ---------------------------------------------------------------------------------- the command
 
 
@@ -210,5 +226,5 @@ def test_a_selection_of_nothing_special_takes_every_document_once():
     chosen.open()
     for _ in range(2):
         for held_out in (False, True):
-            assert chosen.take("text", b"text", held_out, rejects) == ("text", 1)
+            assert chosen.take("text", 0, held_out, rejects) == ("text", 1)
     assert rejects.causes == {}

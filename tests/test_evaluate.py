@@ -45,13 +45,13 @@ def test_metrics_are_those_of_a_plain_count_over_tokens(prepared: Path, store: T
     model, vocabulary = build_model(store), store.vocabulary
     held_out = build_held_out(prepared, store)
     with torch.no_grad():  # some must be right
-        for batch, _ in held_out.batches:
+        for batch, _, _ in held_out.batches:
             batch.masked_labels[::4] = model.eval().logits(batch)[0][::4].argmax(1)
     counts = store.token_counts()
     order = sorted(range(len(counts)), key=lambda i: (-counts[i], i))
     band = {piece: rank / len(counts) for rank, piece in enumerate(order)}
     rows = []
-    for batch, groups in held_out.batches:
+    for batch, groups, _ in held_out.batches:
         scores = model.logits(batch)[0].detach().double()
         for i, place in enumerate(batch.masked_positions.tolist()):
             label, seen = int(batch.masked_labels[i]), int(batch.input_ids[place])
@@ -73,7 +73,7 @@ def test_metrics_are_those_of_a_plain_count_over_tokens(prepared: Path, store: T
         )
         assert metrics[f"eval/mlm_accuracy{name}"] == np.mean([r[1] == 0 for r in inside])
     fresh = build_held_out(prepared, store)
-    for batch, groups in fresh.batches:
+    for batch, groups, _ in fresh.batches:
         for label, *wanted in zip(batch.masked_labels.tolist(), *groups[7:].tolist(), strict=True):
             rank = band[label]
             assert wanted == [rank < 0.01, 0.01 <= rank < 0.11, rank >= 0.11]
@@ -145,9 +145,9 @@ def test_without_masked_tokens_there_are_zeros_and_no_nan(
 ) -> None:
     held_out = build_held_out(prepared, store)
     empty = torch.zeros(0, dtype=torch.int64)
-    for batch, _ in held_out.batches:
+    for batch, _, _ in held_out.batches:
         batch.masked_positions = batch.masked_labels = empty
-    held_out.batches = [(batch, groups[:, :0]) for batch, groups in held_out.batches]
+    held_out.batches = [(batch, groups[:, :0], True) for batch, groups, _ in held_out.batches]
     metrics = evaluate(build_model(store), held_out, Accelerator(cpu=True))
     assert metrics["eval/mlm_loss"] == metrics["eval/mlm_top5"] == 0
     assert "eval/mlm_loss_rare" not in metrics

@@ -15,8 +15,8 @@ ORDER = {
     "data_pipeline": """errors config hashing processes python_docs corpus selection sentences words
         vocab existing_vocab vocab_report token_store prepare pairs masking batches audit
         report __main__""".split(),
-    "pretrain": """config loss model optim metrics evaluate monitor checkpoint tracking export start
-        train plan __main__""".split(),
+    "pretrain": """config loss model sharding optim metrics evaluate monitor checkpoint tracking
+        export start train plan __main__""".split(),
 }
 RANKS = {
     f"{package}.{name}": rank
@@ -168,6 +168,6 @@ def test_the_training_loop_fits_on_one_screen() -> None:
     start = next(i for i, line in enumerate(lines) if line.startswith("    for step"))
     end = next(i for i, line in enumerate(lines) if line.strip() == "# once in a while")
     body = "\n".join(lines[start:end])
-    for step in ("model(", "loss", "backward(", "clip_grad_norm_(", "update("):
+    for step in ("model(", "loss", "backward(", "clip_gradients(", "update("):
         assert step in body, step
     assert end - start <= 40

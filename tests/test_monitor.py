@@ -89,7 +89,12 @@ def test_a_run_that_diverges_stops_in_one_line_with_the_batch_in_a_file(
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: the gradients of 5 steps in a row") and "bad_batch" in last
     found = json.loads((tmp_path / "bad_batch.json").read_text())
-    assert found["step"] >= 5 and found["count"] == 16 and found["first"] == 16 * found["step"]
+    assert (
+        found["phase"] == 0
+        and found["step"] >= 5
+        and found["count"] == 16
+        and found["first"] == 16 * found["step"]
+    )
     assert len(found["losses"]) == 2
 
 

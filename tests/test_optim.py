@@ -62,10 +62,49 @@ def test_learning_rate_without_warm_up_starts_at_its_top() -> None:
     assert learning_rate(99, train) == pytest.approx(3e-5)
 
 
+SCHEDULES = {
+    "linear": TRAIN,
+    "cosine": replace(TRAIN, schedule="cosine"),
+    "polynomial": replace(TRAIN, schedule="polynomial"),
+    "trapezoid": replace(TRAIN, schedule="trapezoid", decay_steps=30),
+}
+
+
+@pytest.mark.parametrize("train", SCHEDULES.values(), ids=SCHEDULES)
+def test_every_schedule_is_whole_where_the_warm_up_ends_and_never_climbs_again(train) -> None:
+    """NVIDIA's polynomial falls at once to 0.85 of the top there, after a warm-up of 28 %."""
+    train.validate()
+    rates = [learning_rate(step, train) for step in range(101)]
+    assert rates[9] == rates[10] == max(rates) == pytest.approx(3e-3)
+    assert all(a >= b > 0 for a, b in zip(rates[10:], rates[11:100], strict=False))
+    assert rates[100] == 0
+
+
+@pytest.mark.parametrize(
+    "name, shares",  # of the top, at half, at four fifths of the steps after the warm-up
+    [
+        ("linear", (0.5, 0.2)),
+        ("cosine", (0.5, (1 + math.cos(0.8 * math.pi)) / 2)),
+        ("polynomial", (math.sqrt(0.5), math.sqrt(0.2))),
+        ("trapezoid", (1.0, 18 / 30)),
+    ],
+)
+def test_the_decay_of_a_schedule_is_the_one_of_its_name(name: str, shares) -> None:
+    train = SCHEDULES[name]
+    for step, share in zip((55, 82), shares, strict=True):
+        assert learning_rate(step, train) == pytest.approx(3e-3 * share)
+
+
+def test_a_polynomial_of_power_one_is_linear() -> None:
+    polynomial = replace(TRAIN, schedule="polynomial", decay_power=1)
+    for step in range(101):
+        assert learning_rate(step, polynomial) == pytest.approx(learning_rate(step, TRAIN))
+
+
 # --------------------------------------------------------------------------------- parameters
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb"])
 def test_every_trainable_parameter_is_in_one_optimizer_and_biases_and_norms_do_not_decay(
     optimizer,
 ) -> None:
@@ -94,7 +133,7 @@ def test_muon_takes_the_matrices_of_the_encoder_and_adamw_the_rest() -> None:
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb"])
 def test_frozen_parameters_are_in_no_optimizer(optimizer) -> None:
     model = build_model()
     model.pooler.requires_grad_(False)
@@ -131,6 +170,64 @@ def test_three_steps_are_those_of_adamw_written_by_hand() -> None:
             wanted[name] = wanted[name] * (1 - rate * decay) - rate * mean / (root + 1e-3)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach().double(), wanted[name], rtol=1e-5, atol=1e-7)
+
+
+def plain_norm(values: list[float]) -> float:
+    return math.sqrt(math.fsum(x * x for x in values))
+
+
+def plain_lamb_step(w, g, m, v, t, rate, decay) -> list[float]:
+    """Algorithm 2 of You et al. 2020 on one flat parameter, a number at a time; betas 0.8 and 0.95,
+    epsilon 1e-3; m and v are changed in place. Without decay the ratio is 1."""
+    for i, x in enumerate(g):
+        m[i] = 0.8 * m[i] + (1 - 0.8) * x
+        v[i] = 0.95 * v[i] + (1 - 0.95) * x * x
+    r = [
+        a / (1 - 0.8**t) / (math.sqrt(b / (1 - 0.95**t)) + 1e-3) for a, b in zip(m, v, strict=True)
+    ]
+    update = [x + decay * y for x, y in zip(r, w, strict=True)]
+    ratio = 1.0
+    if decay and plain_norm(w) and plain_norm(update):
+        ratio = plain_norm(w) / plain_norm(update)
+    return [y - rate * ratio * x for x, y in zip(update, w, strict=True)]
+
+
+def test_five_steps_are_those_of_lamb_written_out() -> None:
+    """With a matrix of zeros, which has no norm, and one that neither is nor moves."""
+    model = build_model()
+    zero, still = model.layers[0].up.weight, model.layers[1].up.weight
+    with torch.no_grad():
+        zero.zero_()
+        still.zero_()
+    train = replace(TRAIN, optimizer="lamb", adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-3)
+    (optimizer,) = build_optimizers(model, train)
+    w = {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
+    m, v = ({name: [0.0] * len(x) for name, x in w.items()} for _ in range(2))
+    for step in range(5):
+        fill_gradients(model, seed=step)
+        still.grad.zero_()
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01 / (step + 1)
+        for name, p in model.named_parameters():
+            decay = 0.0 if name.endswith("bias") or "norm" in name else 0.1
+            g, rate = p.grad.flatten().tolist(), 0.01 / (step + 1)
+            w[name] = plain_lamb_step(w[name], g, m[name], v[name], step + 1, rate, decay)
+        optimizer.step()
+    for name, p in model.named_parameters():
+        wanted = torch.tensor(w[name], dtype=torch.float64).view_as(p)
+        torch.testing.assert_close(p.detach().double(), wanted, rtol=1e-5, atol=1e-7)
+    assert zero.any() and not still.any()
+
+
+def test_lamb_moves_a_matrix_by_the_learning_rate_times_its_norm() -> None:
+    model = build_model()
+    (lamb,) = build_optimizers(model, replace(TRAIN, optimizer="lamb"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fill_gradients(model, seed=0)
+    lamb.step()
+    for name, p in model.named_parameters():
+        moved = (p.detach() - before[name]).norm().item()
+        norm = before[name].norm().item() if p.dim() > 1 else p.numel() ** 0.5  # Adam's signs
+        assert moved == pytest.approx(3e-3 * norm, rel=1e-3), name
 
 
 def test_a_step_of_muon_moves_every_matrix_by_about_one_learning_rate_an_entry() -> None:

@@ -1,6 +1,8 @@
 """Sentence pairs: every rule of `data_pipeline.pairs` against a slow rendering of it, and the
 properties that the rules exist for, on real text and on corpora of awkward shapes."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from reference_pairs import (
     Corpus,
     NotPossible,
+    copied,
     corpus_of,
     draw,
     key,
@@ -98,7 +101,11 @@ def test_pairs_of_real_text_are_those_of_the_slow_rules(store, objective, max_se
     rules = RULES | {"objective": objective, "epoch": 2}
     found = pairs_of(store, max_seq_length, **rules)
     wanted = reference_pairs(
-        corpus_of(store), max_seq_length=max_seq_length, bucket_size=module.BUCKET, **rules
+        corpus_of(store),
+        max_seq_length=max_seq_length,
+        bucket_size=module.BUCKET,
+        run=module.RUN,
+        **rules,
     )
     assert found.tolist() == wanted
 
@@ -111,19 +118,30 @@ def test_pairs_of_real_text_are_those_of_the_slow_rules(store, objective, max_se
     short_seq_prob=st.sampled_from([0.0, 0.1, 0.9]),
     seed=st.integers(0, 2**63 - 1),
     epoch=st.integers(0, 3),
+    run=st.sampled_from([1, 3, 10, module.RUN]),
+    copies=st.sampled_from([1, 1, 1, 2, 3]),
 )
-def test_pairs_of_any_corpus_are_those_of_the_slow_rules(corpus, max_seq_length, **rules) -> None:
+def test_pairs_of_any_corpus_are_those_of_the_slow_rules(
+    corpus, max_seq_length, run, copies, **rules
+) -> None:
+    store = copied(corpus, copies)
     try:
         wanted = reference_pairs(
-            corpus, max_seq_length=max_seq_length, bucket_size=module.BUCKET, **rules
+            [document for document in corpus for _ in range(copies)],
+            max_seq_length=max_seq_length,
+            bucket_size=module.BUCKET,
+            run=run,
+            copies=copies,
+            **rules,
         )
     except NotPossible:
         wanted = None
-    if not wanted:  # no pair at all is the same mistake
-        with pytest.raises(UserError):
-            pairs_of(make_store(corpus), max_seq_length, **rules)
-    else:
-        assert pairs_of(make_store(corpus), max_seq_length, **rules).tolist() == wanted
+    with mock.patch.object(module, "RUN", run):
+        if not wanted:  # no pair at all is the same mistake
+            with pytest.raises(UserError):
+                pairs_of(store, max_seq_length, **rules)
+        else:
+            assert pairs_of(store, max_seq_length, **rules).tolist() == wanted
 
 
 # --- what must hold on any corpus -----------------------------------------------------------------
@@ -332,6 +350,23 @@ def test_lengths_of_a_larger_corpus_do_not_tell_the_label(max_seq_length) -> Non
         assert advantage(features, pairs["label"], test) < bound, name
 
 
+@pytest.mark.parametrize("max_seq_length", [64, 128, 512])
+def test_lengths_do_not_tell_whether_halves_are_swapped(max_seq_length) -> None:
+    # cut from the start on in all documents, the halves tell 3 points
+    store = make_store(random_corpus(1, 700, 20.0))
+    pairs = np.concatenate(
+        [pairs_of(store, max_seq_length, objective="sop", epoch=epoch) for epoch in range(40)]
+    )
+    half = np.random.default_rng(0).permutation(store.n_documents) % 2
+    test = half[documents(store, pairs["a_start"])] == 1
+    features = length_features(pairs, max_seq_length)
+    a, b = lengths(pairs)
+    features["which is longer"] = (a > b).astype(np.int64)
+    for name, values in features.items():
+        bound = 0.01 + 2.5 / np.sqrt(test.sum())
+        assert advantage(values, pairs["label"], test) < bound, name
+
+
 def test_the_published_sampler_would_fail_the_length_test() -> None:
     # google-research/bert: a random B is drawn to fill the target, a true one is what is left; at
     # the end of a document what is left is short
@@ -378,6 +413,26 @@ def test_a_dominating_document_works_up_to_three_quarters_of_the_pairs(others) -
         assert (apart == (pairs["label"] == 1)).all()
     with pytest.raises(UserError, match=r"\b84 pairs.*\b64 of them from one document.*75 %"):
         pairs_of(store(64), 16)
+
+
+@pytest.mark.parametrize("max_seq_length", [64, 128])
+def test_a_random_b_is_never_from_a_copy_of_its_document(max_seq_length) -> None:
+    # of four documents thrice, every sixth B of another number is from a copy
+    store = copied(random_corpus(5, 4, 30.0), 3)
+    for epoch in range(5):
+        pairs = pairs_of(store, max_seq_length, epoch=epoch)
+        random = pairs["label"] == 1
+        assert random.sum() == len(pairs) // 2
+        of_a, of_b = (documents(store, pairs[name]) // 3 for name in ("a_start", "b_start"))
+        assert ((of_a != of_b) == random).all()
+    with pytest.raises(UserError, match="from one document"):
+        pairs_of(copied([sentences(40)], 3), 16)
+
+
+def test_documents_of_equal_lengths_are_no_copies() -> None:
+    assert module.number_texts(make_store([sentences(9)] * 5)).tolist() == [0, 1, 2, 3, 4]
+    assert module.number_texts(copied([sentences(9)] * 3, 2)).tolist() == [0, 0, 1, 1, 2, 2]
+    assert module.number_texts(make_store([])).tolist() == []
 
 
 def test_a_dominating_document_costs_little_text() -> None:

@@ -129,6 +129,15 @@ def test_the_order_of_files_changes_the_order_of_documents_only(files, tmp_path)
         assert sorted(reverse) == sorted(forward)
 
 
+@pytest.mark.parametrize("batch", [1, 3, 7])
+def test_batches_leave_no_trace(files, tmp_path: Path, monkeypatch, uninterrupted, batch: int):
+    monkeypatch.setattr("data_pipeline.prepare.BATCH_SENTENCES", batch)
+    monkeypatch.setattr("data_pipeline.prepare.BATCH_WORDS", batch)
+    monkeypatch.setattr("data_pipeline.prepare.BATCH_CHARACTERS", 100 * batch)
+    prepare(config_of(files, tmp_path / "data"), workers=1)
+    assert contents(tmp_path / "data") == uninterrupted
+
+
 # ---------------------------------------------------------------------------------- again
 
 

@@ -56,13 +56,14 @@ def test_the_commands_of_a_real_run_run(prepared: Path, tmp_path: Path) -> None:
     places = f"data_dir={tmp_path}/data run_dir={tmp_path}/run"
     model = "model.num_hidden_layers=1 model.hidden_size=32 model.num_attention_heads=2"
     steps = "train.global_batch_size=8 train.micro_batch_size=4 train.log_every=1"
-    sizes = f"{SMALL} {model} model.intermediate_size=64 {steps}"
+    phases = "'train.phases=[{steps: 3}, {steps: 1, max_seq_length: 64}]'"
+    sizes = f"{SMALL} {model} model.intermediate_size=64 {steps} {phases}"
     files = f"corpus.files={prepared}/topics.txt"
     prepare = prepare.replace("corpus.files='texts/*.txt.xz'", files)
     done = shell(f"{prepare} {places} {sizes}")
     assert done.returncode == 0, done.stderr
     done = shell(f"{plan} {files} {places} {sizes}")
-    assert done.returncode == 0 and "operations a token" in done.stdout, done.stderr
+    assert done.returncode == 0 and "FLOPs a token" in done.stdout, done.stderr
     two = train.replace("gpu_8.yaml", "cpu_2.yaml")
     done = shell(f"{two} {files} {places} {sizes}")
     assert done.returncode == 0, done.stderr

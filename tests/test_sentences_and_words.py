@@ -1,6 +1,7 @@
 """sentences and words: no text is lost on the way to words, and words give the ids of
 `tokenizers`."""
 
+import random
 from functools import cache
 
 import pytest
@@ -12,7 +13,7 @@ from data_pipeline.config import VocabConfig
 from data_pipeline.corpus import sound
 from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
 from data_pipeline.vocab import build_normalizer
-from data_pipeline.words import END, WordIndex, WordSplitter, number_words
+from data_pipeline.words import END, SHORT, WordIndex, WordSplitter, number_words
 
 FEW = settings(max_examples=200, deadline=None)
 # every plane; surrogates are no text, and a corpus has no control characters left
@@ -167,3 +168,17 @@ def test_sentences_become_numbers_of_words(sentences: list[str]):
     expected = [word for sentence in sentences for word in words_of("uncased", sentence)]
     assert [names[number] for number in numbers] == expected
     assert names[1:] == list(dict.fromkeys(expected))  # in order of first appearance
+
+
+@pytest.mark.parametrize("slots", [1, 8, 1 << 12])
+def test_words_that_share_a_place_keep_their_numbers(slots: int, monkeypatch):
+    monkeypatch.setattr("data_pipeline.words.SLOTS", slots)
+    rng, index = random.Random(0), WordIndex({END: 0})
+    sizes = [*range(1, SHORT + 4), 99]
+    words = ["é" * (size // 2) + "x" * (size % 2) + tail for size in sizes for tail in ("", "y")]
+    words += [word.replace("é", "ab") for word in words]
+    expected: dict[str, int] = {"": 0}
+    for _ in range(20):  # batches: what one has put into a place is there for the next
+        text = [rng.choice(words) for _ in range(50)]
+        numbers, _ = number_words([" ".join(text)], splitter_of("uncased, accents kept"), index)
+        assert numbers.tolist() == [expected.setdefault(word, len(expected)) for word in text]

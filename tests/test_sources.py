@@ -27,6 +27,7 @@ from data_pipeline.config import (
     load_config,
 )
 from data_pipeline.errors import UserError
+from data_pipeline.pairs import number_texts
 from data_pipeline.prepare import prepare
 from data_pipeline.selection import share_pieces
 from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
@@ -212,7 +213,8 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
     ]
     prepare(config_of(tmp_path, sources, deduplicate=deduplicate), workers=1)
     train, held_out = (numbers_of(tmp_path / "data", split) for split in ("train", "held_out"))
-    is_held_out = [corpus.is_held_out(document(i).encode(), 0.2) for i in range(240)]
+    hashes = [corpus.text_hash(document(i).encode()) for i in range(240)]
+    is_held_out = [corpus.is_held_out(number, 0.2) for number in hashes]
     n = is_held_out[:101].count(False)
     assert sum(times for i, times in train.items() if i < 200) == floor(weight * n + 0.5)
     assert {times for i, times in train.items() if i < 200} <= {floor(weight), floor(weight) + 1}
@@ -220,11 +222,11 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
     assert sum(i < 200 for i in held_out) == once and set(held_out.values()) == {1}
     assert not any(is_held_out[i] for i in train) and all(is_held_out[i] for i in held_out)
     assert sum(i >= 200 for i in train) == is_held_out[200:].count(False)
+    vocabulary = read_vocabulary(tmp_path / "data/vocab")
+    store = TokenStore(tmp_path / "data/store", "train", vocabulary)
+    assert number_texts(store)[-1] + 1 == len(train)  # copies are known to be one text
     # the rule: those with the lowest hashes
-    order = sorted(
-        (i for i in range(101) if not is_held_out[i]),
-        key=lambda i: corpus.text_hash(document(i).encode()),
-    )
+    order = sorted((i for i in range(101) if not is_held_out[i]), key=hashes.__getitem__)
     more = {i for i in order if train[i] > floor(weight)}
     assert more == set(order[: len(more)])
 

@@ -7,21 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_pipeline.config import load_config
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.errors import UserError
 from data_pipeline.prepare import prepare
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
-from pretrain.config import Config
+from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining
 from pretrain.train import train
 
-CPU_2 = Path(__file__).parent.parent / "configs/accelerate/cpu_2.yaml"
+ROOT = Path(__file__).parent.parent
+CPU_2 = ROOT / "configs/accelerate/cpu_2.yaml"
+TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.micro_batch_size=8")
 NO_DROPOUT = ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0")
 
 
@@ -32,10 +36,11 @@ def command(root: Path, run_dir: Path, *overrides: str, processes: int = 1) -> l
     return [*launch, "-m", "pretrain", str(root / "config.yaml"), f"run_dir={run_dir}", *overrides]
 
 
-def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, **options):
+def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, launcher=(), **options):
     """Run the command to its end; the completed process."""
+    python, *arguments = command(root, run_dir, *overrides, processes=processes)
     return subprocess.run(
-        command(root, run_dir, *overrides, processes=processes),
+        [*(launcher or [python]), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -119,6 +124,37 @@ def test_a_run_learns(prepared: Path, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.8
 
 
+def test_gradient_checkpointing_gives_the_same_bits_and_keeps_no_insides_of_layers(store) -> None:
+    """With dropout, whose draws the second computation has to repeat."""
+    model = BertForPreTraining(ModelConfig(64, 3, 2, max_position_embeddings=64), 1024)
+    batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 8)
+    kept: list[weakref.ref] = []
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda _, inputs, out: kept.append(weakref.ref(out)))
+    found = []
+    for model.gradient_checkpointing in (False, True):
+        torch.manual_seed(0)
+        losses, _ = model(batch)
+        alive = sum(ref() is not None for ref in kept)
+        losses.sum().backward()
+        found.append((losses.detach(), [p.grad for p in model.parameters()], alive, len(kept)))
+        model.zero_grad()
+        kept.clear()
+    (losses, grads, alive, computed), (losses_2, grads_2, alive_2, computed_2) = found
+    assert torch.equal(losses, losses_2)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_2, strict=True))
+    assert (alive, alive_2, computed, computed_2) == (3, 0, 3, 6)
+
+
+def test_a_run_may_go_on_with_gradient_checkpointing(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    train_here(prepared, tmp_path, "train.gradient_checkpointing=true")
+    assert_same_run(tmp_path, straight)
+
+
 # ------------------------------------------------------------------------------ resume
 
 
@@ -178,6 +214,36 @@ def test_a_missing_or_short_file_makes_a_checkpoint_unsound(
     assert newest_checkpoint(tmp_path).name == "step-00000008"
     (tmp_path / "step-00000008" / name).unlink()
     assert newest_checkpoint(tmp_path) is None
+
+
+FAKE_SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" & done
+wait -n && wait -n
+"""
+
+
+def test_the_slurm_script_trains_on_two_machines(prepared: Path, tmp_path: Path) -> None:
+    """Both of them this one, a process each."""
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/bash\necho localhost\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SUBMIT_DIR": ROOT, "JOB_NODELIST": "here[1-2]", "JOB_ID": os.getpid()}
+    slurm |= {"JOB_NUM_NODES": 2, "GPUS_ON_NODE": 1}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "scripts/pretrain.slurm", *command(prepared, tmp_path / "run")[3:], *TWO_STEPS],
+        cwd=ROOT,
+        env=os.environ
+        | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stdout
+    assert (tmp_path / "run/checkpoints/step-00000002").exists()
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -351,8 +417,11 @@ def test_the_other_objectives_train(prepared: Path, tmp_path: Path, objective: s
     assert ("eval/nsp_accuracy" in metrics(tmp_path)[-1]) == (objective == "sop")
 
 
-def test_muon_trains_and_resumes(prepared: Path, tmp_path: Path) -> None:
-    options = ("train.optimizer=muon", "train.learning_rate=5e-3")
+@pytest.mark.parametrize("optimizer", ["muon", "lamb"])
+def test_the_other_optimizers_train_and_resume(
+    prepared: Path, tmp_path: Path, optimizer: str
+) -> None:
+    options = (f"train.optimizer={optimizer}", "train.learning_rate=5e-3")
     train_here(prepared, tmp_path / "a", *options)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b/checkpoints/step-00000012")

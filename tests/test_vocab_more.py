@@ -165,7 +165,7 @@ def test_special_tokens_may_have_any_ids(prepared: Path, tmp_path: Path):
     vocabulary = read_vocabulary(tmp_path / "data/vocab")
     assert vocabulary.pieces == OLD
     store = TokenStore(tmp_path / "data/store", "train", vocabulary)
-    batch = BatchSource(store, PairsConfig(max_seq_length=32), 0).batch(0, 8)
+    batch = BatchSource(store, PairsConfig(max_seq_length=32), 0).batch(0, 100)
     starts = batch.cu_seqlens[:-1]
     assert (batch.input_ids[starts] == 101).all()
     assert (batch.input_ids[batch.cu_seqlens[1:] - 1] == 102).all()

@@ -1,0 +1,238 @@
+"""Phases of a run: one learning rate over all, other lengths and batches, exact resume in each."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import assert_same_run, metrics, newest, run, train_here
+
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import load_config
+from data_pipeline.errors import UserError
+from data_pipeline.token_store import TokenStore
+from pretrain.config import Config, phase_at, phases_of
+from pretrain.optim import learning_rate
+from pretrain.start import build_sources
+from pretrain.train import read_steps
+
+CONTINUED = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 128, global_batch_size: 8, "
+CONTINUED += "micro_batch_size: 4}]"  # 12 steps of the config's schedule, as Devlin et al. 2018
+RESTARTED = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 128, learning_rate: 5.0e-4, "
+RESTARTED += "warmup_steps: 2}]"  # two schedules, as NVIDIA's LAMB recipe
+MICRO_4 = "train.micro_batch_size=4"
+
+
+def load(prepared: Path, *overrides: str) -> Config:
+    return load_config(Config, str(prepared / "config.yaml"), list(overrides))
+
+
+def rates(config: Config) -> list[float]:
+    """The learning rate of every step, as the loop asks for it."""
+    phases = phases_of(config)
+    out = []
+    for step in range(config.train.max_steps):
+        phase = phase_at(phases, step)
+        out.append(learning_rate(step - phase.schedule_start, phase.train))
+    return out
+
+
+def steps_of(config: Config, store: TokenStore, start: int = 0, rank: int = 0, size: int = 1):
+    phases = phases_of(config)
+    return list(read_steps(phases, build_sources(phases, store), start, rank, size))
+
+
+@pytest.fixture(scope="module")
+def straight(prepared: Path, tmp_path_factory) -> Path:
+    """The run folder of an uninterrupted run of two phases, 8 + 4 steps."""
+    run_dir = tmp_path_factory.mktemp("phases")
+    train_here(prepared, run_dir, CONTINUED, MICRO_4, "train.save_every=2", "train.log_every=1")
+    return run_dir
+
+
+# ------------------------------------------------------------------------------ learning rate
+
+
+def test_a_phase_without_a_learning_rate_goes_on_with_the_schedule_that_runs(prepared) -> None:
+    """Warm-up 2 steps, top 1e-3, 12 steps in all."""
+    wanted = [0.5e-3, 1e-3] + [1e-3 * (12 - step) / 10 for step in range(2, 12)]
+    assert rates(load(prepared, CONTINUED)) == pytest.approx(wanted)
+    assert rates(load(prepared, CONTINUED)) == rates(load(prepared))
+
+
+def test_a_phase_with_a_learning_rate_warms_up_to_it_and_decays_by_itself(prepared) -> None:
+    first = [0.5e-3, 1e-3] + [1e-3 * (8 - step) / 6 for step in range(2, 8)]
+    second = [2.5e-4, 5e-4, 5e-4, 2.5e-4]
+    assert rates(load(prepared, RESTARTED)) == pytest.approx(first + second)
+
+
+def test_a_schedule_spans_the_phases_up_to_the_next_that_has_its_own(prepared) -> None:
+    phases = "{steps: 3}, {steps: 3, masked_lm_prob: 0.2}, {steps: 2, learning_rate: 1}, {steps: 4}"
+    config = load(prepared, f"train.phases=[{phases}]")
+    spans = [(p.start, p.end, p.schedule_start, p.train.max_steps) for p in phases_of(config)]
+    assert spans == [(0, 3, 0, 6), (3, 6, 0, 6), (6, 8, 6, 6), (8, 12, 6, 6)]
+    assert [p.train.learning_rate for p in phases_of(config)] == [1e-3, 1e-3, 1, 1]
+    assert [p.data.masked_lm_prob for p in phases_of(config)] == [0.15, 0.2, 0.15, 0.15]
+
+
+@pytest.mark.parametrize("phases", [CONTINUED, RESTARTED])
+def test_no_step_of_the_second_phase_has_a_learning_rate_of_nothing(prepared, phases) -> None:
+    """gluon-nlp's second phase took up a schedule that had already ended."""
+    assert min(rates(load(prepared, phases))) > 0
+
+
+def test_the_loop_sets_these_rates(prepared: Path, straight: Path) -> None:
+    logged = [line["train/learning_rate"] for line in metrics(straight) if "train/loss" in line]
+    assert logged == rates(load(prepared, CONTINUED))
+
+
+# --------------------------------------------------------------------------------------- data
+
+
+def test_lengths_and_batch_sizes_change_where_a_phase_begins(prepared, store) -> None:
+    steps = steps_of(load(prepared, CONTINUED, MICRO_4), store)
+    assert len(steps) == 12
+    for step, batches in enumerate(steps):
+        longest = max(batch.max_length for batch in batches)
+        assert longest <= 64 if step < 8 else 64 < longest <= 128
+        assert [len(batch.next_sentence_label) for batch in batches] == [4] * (4 if step < 8 else 2)
+
+
+def test_the_first_phase_is_what_a_run_without_phases_sees_and_the_next_differs(
+    prepared, store
+) -> None:
+    plain = steps_of(load(prepared), store)
+    phases = steps_of(load(prepared, "train.phases=[{steps: 6}, {steps: 6}]"), store)
+    for step in range(6):
+        assert torch.equal(phases[step][0].input_ids, plain[step][0].input_ids)
+    seen = {tuple(batch.input_ids.tolist()) for (batch,) in plain}
+    assert not seen & {tuple(batch.input_ids.tolist()) for (batch,) in phases[6:]}
+
+
+def test_a_phase_begins_with_the_first_example_of_its_own(prepared, store) -> None:
+    """Examples are numbered from 0 in each phase, whatever was read before."""
+    config = load(prepared, RESTARTED)
+    second = phases_of(config)[1]
+    wanted = BatchSource(store, second.data, second.seed).batch(0, 16)
+    assert torch.equal(steps_of(config, store)[8][0].input_ids, wanted.input_ids)
+
+
+def test_a_step_is_the_same_from_any_start_and_on_any_number_of_processes(prepared, store) -> None:
+    config = load(prepared, CONTINUED, MICRO_4)
+    whole = steps_of(config, store)
+    for start in (3, 8, 10):
+        ranks = [steps_of(config, store, start, rank, 2) for rank in (0, 1)]
+        for wanted, *halves in zip(whole[start:], *ranks, strict=True):
+            found = [batch.input_ids for half in halves for batch in half]
+            assert len(found) == len(wanted)
+            assert all(torch.equal(a, b.input_ids) for a, b in zip(found, wanted, strict=True))
+
+
+# --------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("kept", ["step-00000006", "step-00000008", "step-00000010"])
+def test_a_run_that_was_stopped_in_a_phase_or_between_two_goes_on_to_the_same_end(
+    prepared: Path, straight: Path, tmp_path: Path, kept: str
+) -> None:
+    options = (CONTINUED, MICRO_4, "train.log_every=1")
+    train_here(prepared, tmp_path, *options, f"train.save_every={int(kept[-2:])}")
+    for path in (tmp_path / "checkpoints").iterdir():
+        if path.name != kept:
+            shutil.rmtree(path)
+    train_here(prepared, tmp_path, *options)
+    assert_same_run(tmp_path, straight)
+
+
+def test_one_phase_that_changes_nothing_is_a_run_without_phases(
+    prepared: Path, tmp_path: Path
+) -> None:
+    train_here(prepared, tmp_path / "a", "train.phases=[{steps: 12}]")
+    train_here(prepared, tmp_path / "b")
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_two_processes_have_the_learning_rates_and_losses_of_one(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    done = run(prepared, tmp_path, CONTINUED, MICRO_4, "train.log_every=1", processes=2)
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(metrics(straight), metrics(tmp_path), strict=True):
+        assert one.get("train/learning_rate") == two.get("train/learning_rate")
+        assert one == pytest.approx(two, rel=1e-5)
+    for line in ("step 0 to 8: 16 sequences of at most 64", "step 8 to 12: 8 sequences of at most"):
+        assert line in done.stdout
+
+
+def test_every_evaluation_is_made_at_the_length_of_the_config(straight: Path, prepared) -> None:
+    """So that it can be compared over the run; and the run's own config says all of it again."""
+    baselines = {
+        (line["eval/unigram_entropy"], line["eval/nsp_majority"])
+        for line in metrics(straight)
+        if "eval/mlm_loss" in line
+    }
+    assert len(baselines) == 1
+    config = load_config(Config, str(straight / "config.yaml"))
+    assert phases_of(config) == phases_of(
+        load(prepared, CONTINUED, MICRO_4, "train.save_every=2", "train.log_every=1")
+    )
+
+
+def test_other_phases_are_another_run(prepared: Path, straight: Path) -> None:
+    before = newest(straight)
+    with pytest.raises(UserError, match="train.phases was"):
+        train_here(prepared, straight, RESTARTED, MICRO_4)
+    assert newest(straight).keys() == before.keys()
+
+
+def test_the_card_of_the_export_names_the_phases(straight: Path) -> None:
+    card = (straight / "export/README.md").read_text()
+    assert "16 sequences of at most 64 tokens and 8 sequences of at most 128 tokens" in card
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "phases, message",
+    [
+        ("[{steps: 8}, {steps: 8}]", "phases add up to 16, and train.max_steps is 12; set"),
+        ("[{}]", r"train.phases\[0\].steps 0 is below 1"),
+        ("[{steps: 12, lenght: 3}]", r"unknown key train.phases\[0\].lenght"),
+        ("{steps: 12}", "train.phases is not a list of phases"),
+        ("[{steps: 8}, {steps: 4, warmup_steps: 1}]", r"phases\[1\].warmup_steps is given without"),
+        (
+            "[{steps: 8}, {steps: 4, learning_rate: 1, warmup_steps: 4}]",
+            r"train.phases\[1\]: train.warmup_steps 4 is not below 4, the steps of the schedule",
+        ),
+        (
+            "[{steps: 8}, {steps: 4, max_seq_length: 513}]",
+            r"train.phases\[1\]: data.max_seq_length 513 exceeds model.max_position_embeddings 512",
+        ),
+        (
+            "[{steps: 8}, {steps: 4, global_batch_size: 24}]",
+            r"train.phases\[1\]: train.global_batch_size 24 is not a multiple of .* 16",
+        ),
+        ("[{steps: 12, masked_lm_prob: 1}]", r"train.phases\[0\]: data.masked_lm_prob is not in"),
+        ("[{steps: 12, learning_rate: 0}]", r"train.phases\[0\]: train.learning_rate is not a"),
+    ],
+)
+def test_phases_that_cannot_be_are_refused_by_name(prepared: Path, phases, message) -> None:
+    with pytest.raises(UserError, match=message):
+        load(prepared, f"train.phases={phases}")
+
+
+def test_a_phase_whose_pairs_the_corpus_cannot_give_is_refused_at_the_start(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    real = BatchSource.part_size
+
+    def part_size(source, number):
+        if source.data.max_seq_length == 128:
+            raise UserError("no pairs of this length")
+        return real(source, number)
+
+    monkeypatch.setattr(BatchSource, "part_size", part_size)
+    with pytest.raises(UserError, match="no pairs of this length"):
+        train_here(prepared, tmp_path / "run", CONTINUED, MICRO_4)
+    assert not (tmp_path / "run").exists()
