@@ -86,9 +86,8 @@ class Monitor:
         return {"train/skipped_steps": self.state["skipped"]} | said
 
     def give_up(self, run_dir: Path, step: int, phases: list[Phase], losses: list[float]) -> str:
-        """Write `bad_batch.json`, what it takes to build the last batch again, by
-        `BatchSource.batch(first, count)` with the data and seed of the phase; the line to stop
-        with."""
+        """Write `bad_batch.json`, what it takes to build the last batch again by
+        `BatchSource.batch(first, count)` of its phase; the line to stop with."""
         phase = phase_at(phases, step)
         size, number = phase.train.global_batch_size, phases.index(phase)
         found = {"step": step, "phase": number, "first": (step - phase.start) * size}

@@ -36,30 +36,29 @@ def plan(config: Config) -> None:
     model = build_model(config, len(store.vocabulary)).to(accelerator.device)
     optimizers = build_optimizers(model, train)
     speed, update_s = try_steps(model, optimizers, sources[0], config, accelerator)
-    states = [v for o in optimizers for s in o.state.values() for v in s.values()]
     parts = (model, model.embeddings, model.layers)
     weights, embeddings, encoder = (sum(p.numel() for p in part.parameters()) for part in parts)
-    optimizer = sum(v.numel() * v.element_size() for v in states)
+    kept = (values for one in optimizers for values in one.state.values())
+    optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
     counts = sample_counts(store)[store.vocabulary.ordinary]
-    total, most, unusual, names = 0.0, 0.0, [], ("the run",)
-    if len(phases) > 1:
-        names = tuple(f"phase {i}" for i in range(len(phases)))
-    for name, phase, source in zip(names, phases, sources, strict=True):
+    total, fed, unusual = 0.0, [], []
+    for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
         steps, size = phase.end - phase.start, phase.train.global_batch_size
         tokens = len(sample.input_ids) / len(sample.next_sentence_label)  # of a sequence
         operations = count_flops(sample, config.model, len(store.vocabulary))
         epoch = source.part_size(0) * source.n_parts  # sequences, about
         total += operations / len(sample.next_sentence_label) * steps * size
-        most = max(most, tokens * phase.train.micro_batch_size)
-        rows[name] = (
+        fed.append(tokens * phase.train.micro_batch_size)
+        rows[f"phase {i}" if len(phases) > 1 else "the run"] = (
             f"{steps:,} steps of {size:,} sequences, {steps * size / epoch:,.1f} epochs of "
             f"{epoch:,} sequences, {epoch * tokens:,.0f} tokens; "
             f"{operations / len(sample.input_ids):.3g} FLOPs a token"
         )
         unusual += warnings(phase, steps * size / epoch, tokens, counts)
-    activations = measure_activations(model, sources[0], most, accelerator)
+    largest = fed.index(max(fed))
+    activations = measure_activations(model, sources[largest], fed[largest], accelerator)
     saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
     here, card = total / speed + train.max_steps * update_s, total / MFU / PEAK_FLOPS["H100"]
     rows |= {
