@@ -156,13 +156,12 @@ class TokenStore:
     def dtype(self) -> np.dtype:
         return self.tokens[0].dtype
 
-    def token_counts(self) -> np.ndarray:
-        """How often each piece occurs: int64 (V,)."""
+    def token_counts(self, every: int = 1) -> np.ndarray:
+        """How often each piece occurs, in every `every`-th million of tokens: int64 (V,)."""
         counts = np.zeros(len(self.vocabulary), np.int64)
         for shard in self.tokens:
-            for start in range(0, len(shard), 1 << 24):
-                part = shard[start : start + (1 << 24)]
-                counts += np.bincount(part, minlength=len(counts))
+            for start in range(0, len(shard), every << 20):
+                counts += np.bincount(shard[start : start + (1 << 20)], minlength=len(counts))
         return counts
 
 

@@ -1,51 +1,82 @@
 """Once in a while: what the model has learned, on held-out documents with pairs and masks that
 never change."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
+from data_pipeline.audit import accuracy, half_of, ranges
 from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
 from data_pipeline.errors import UserError
 from data_pipeline.token_store import TokenStore, Vocabulary
-from pretrain.metrics import TALLY, tally, to_metrics
+from pretrain.loss import next_sentence_loss
+from pretrain.model import BertForPreTraining
 
 SEED = 20181011  # of held-out pairs and masks, whatever the run's seed: runs can be compared
+SAMPLE = 1 << 25  # tokens of the training split that frequencies are counted in, about
+FREQUENT, MEDIUM = (
+    0.01,
+    0.11,
+)  # of the pieces, by rank of frequency: bands of 1 %, 10 % and the rest
+GROUPS = (  # of masked tokens, by what is added to the metric's name
+    "",  # all
+    *("_mask", "_random", "_kept"),  # what the model sees in the token's place
+    *("_1_piece", "_2_pieces", "_3_or_more_pieces"),  # of the word that it belongs to
+    *("_frequent", "_medium", "_rare"),  # the bands above
+)
 
 
 class HeldOut:
     """The held-out pairs of a data folder, this rank's share of them, and the baselines to beat.
 
-    Raises `UserError` if the held-out documents cannot give pairs.
+    `train` is the training split, which says how frequent a token is. Raises `UserError` if the
+    held-out documents cannot give pairs.
     """
 
     def __init__(
         self,
         store_dir: Path,
-        vocabulary: Vocabulary,
+        train: TokenStore,
         data: PairsConfig,
         examples: int,
         micro_batch_size: int,
         accelerator: Accelerator,
     ):
-        store = TokenStore(store_dir, "held_out", vocabulary)
+        store = TokenStore(store_dir, "held_out", train.vocabulary)
         if not len(store):
             raise UserError("no document is held out; raise corpus.held_out")
         source = BatchSource(store, data, SEED)
         self.size = min(examples, source.part_size(0))
         starts = range(0, self.size, micro_batch_size)
-        mine = starts[accelerator.process_index :: accelerator.num_processes]
-        self.batches: list[Batch] = [
-            source.batch(start, min(micro_batch_size, self.size - start)) for start in mine
-        ]
+        bands = frequency_bands(sample_counts(train))
         self.objective = data.objective
-        labels = source.examples(0, self.size)[0]["label"]
-        self.baselines = {"eval/unigram_entropy": unigram_entropy(store.token_counts())}
+        self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # `token_groups`; is it counted
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        for i in range(rank, -(-len(starts) // ranks) * ranks, ranks):  # as many on each rank:
+            start = starts[i % len(starts)]  # those with shards of a model compute together
+            count = min(micro_batch_size, self.size - start)
+            batch = source.batch(start, count)
+            sizes = word_sizes(store, source.examples(start, count)[0], batch)
+            groups = token_groups(batch, sizes, bands, train.vocabulary)
+            self.batches.append((batch, groups, i < len(starts)))
+        counts = store.token_counts()
+        self.baselines = {
+            "eval/unigram_entropy": unigram_entropy(counts),
+            "eval/unigram_accuracy": float(counts.max() / counts.sum()),
+        }
         if data.objective != "none":
-            self.baselines["eval/nsp_majority"] = float(max(labels.mean(), 1 - labels.mean()))
+            label = source.examples(0, self.size)[0]["label"]
+            self.baselines["eval/nsp_majority"] = float(max(label.mean(), 1 - label.mean()))
+            self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.part(0))
+
+
+def sample_counts(store: TokenStore) -> np.ndarray:
+    """How often each piece occurs in a sample of a split: int64 (V,)."""
+    return store.token_counts(every=len(store) // SAMPLE + 1)
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
@@ -54,15 +85,84 @@ def unigram_entropy(counts: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
+def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
+    """NSP accuracy of the best guess from the lengths of A and B, learned on the pairs of one half
+    of the documents and judged on the other's; the mean of both ways."""
+    starts = store.sentence_offsets[store.document_offsets]
+    half = half_of(np.searchsorted(starts, pairs["a_start"], side="right"))
+    label = pairs["label"].astype(bool)
+    lengths = [pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]]
+    if half.all():  # one pair
+        return 0.5
+    return float(np.mean([accuracy(lengths, label, fit)["accuracy"] for fit in (half, ~half)]))
+
+
+def frequency_bands(counts: np.ndarray) -> np.ndarray:
+    """0, 1 or 2 for each piece: the most frequent 1 % of the vocabulary, the next 10 %, the
+    rest."""
+    rank = np.empty(len(counts), np.int64)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
+    return (rank >= FREQUENT * len(counts)).astype(np.int64) + (rank >= MEDIUM * len(counts))
+
+
+def word_sizes(store: TokenStore, pairs: np.ndarray, batch: Batch) -> np.ndarray:
+    """Pieces, in its segment, of the word that each masked token belongs to, however it was masked:
+    int64 (M,)."""
+    starts, ends = (np.stack([pairs[f"a_{x}"], pairs[f"b_{x}"]], 1) for x in ("start", "end"))
+    first = batch.cu_seqlens.numpy()[:-1, None] + 1 + [0, 1] * (1 + ends - starts)[:, :1]
+    starts, ends, first = starts.ravel(), ends.ravel(), first.ravel()
+    last = first + ends - starts
+    is_start = np.zeros(len(batch.input_ids) + 1, bool)
+    is_start[ranges(first, last)] = store.starts_word(ranges(starts, ends))
+    is_start[first] = is_start[last] = True  # a [SEP] ends a word
+    word = np.cumsum(is_start)
+    return np.bincount(word)[word[batch.masked_positions.numpy()]]
+
+
+def token_groups(
+    batch: Batch, sizes: np.ndarray, bands: np.ndarray, vocabulary: Vocabulary
+) -> torch.Tensor:
+    """Which of `GROUPS` each masked token is in: bool (10, M). A random token that happens to be
+    the label counts as kept."""
+    seen, label = batch.input_ids[batch.masked_positions].numpy(), batch.masked_labels.numpy()
+    is_mask, is_label, band = seen == vocabulary["[MASK]"], seen == label, bands[label]
+    groups = [np.ones(len(label), bool), is_mask, ~is_mask & ~is_label, ~is_mask & is_label]
+    groups += [sizes == 1, sizes == 2, sizes >= 3]
+    return torch.from_numpy(np.stack(groups + [band == i for i in range(3)]))
+
+
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, held_out: HeldOut, accelerator: Accelerator
+    model: BertForPreTraining, held_out: HeldOut, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Held-out losses (nats) and accuracies over all ranks, each token and pair counted once."""
+    """Held-out losses (nats) and accuracies over all ranks, each token and pair counted once;
+    metrics of MLM by `GROUPS` too, without those that are empty."""
     model.eval()
-    sums = torch.zeros(TALLY, dtype=torch.float64, device=accelerator.device)
-    for batch in held_out.batches:
-        batch = batch.to(accelerator.device)
-        sums += tally(*model(batch), batch)
+    device = accelerator.device
+    # columns: how many, sum of losses, right, and for tokens: among the first five
+    mlm = torch.zeros(len(GROUPS), 4, dtype=torch.float64, device=device)
+    nsp = torch.zeros(1, 4, dtype=torch.float64, device=device)
+    bf16 = accelerator.mixed_precision == "bf16"
+    for batch, groups, is_counted in held_out.batches:
+        batch = batch.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            losses, ranks, logits = model.score(batch)
+        tokens = torch.stack([torch.ones_like(losses), losses, ranks == 0, ranks < 5], 1)
+        if not is_counted:
+            continue
+        mlm += groups.to(device).double() @ tokens.double()
+        loss, right = next_sentence_loss(logits, batch.next_sentence_label)
+        nsp += torch.stack([torch.tensor(len(logits), device=device), loss, right, right])
     model.train()
-    return to_metrics(accelerator.reduce(sums), "eval", held_out.objective) | held_out.baselines
+    *tokens, (pairs, nsp_loss, nsp_right, _) = accelerator.reduce(torch.cat([mlm, nsp])).tolist()
+    metrics = {}
+    for name, (count, loss, right, _) in zip(GROUPS, tokens, strict=True):
+        if count or not name:
+            count = max(count, 1)
+            metrics |= {f"mlm_loss{name}": loss / count, f"mlm_accuracy{name}": right / count}
+    metrics["mlm_perplexity"] = math.exp(min(metrics["mlm_loss"], 700))
+    metrics["mlm_top5"] = tokens[0][3] / max(tokens[0][0], 1)
+    if held_out.objective != "none":
+        metrics |= {"nsp_loss": nsp_loss / pairs, "nsp_accuracy": nsp_right / pairs}
+    metrics["loss"] = metrics["mlm_loss"] + metrics.get("nsp_loss", 0.0)
+    return {f"eval/{name}": value for name, value in metrics.items()} | held_out.baselines

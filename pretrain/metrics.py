@@ -1,5 +1,6 @@
 """Numbers about training: losses and accuracies from sums over any number of batches, and speed."""
 
+import math
 import re
 import resource
 import sys
@@ -26,9 +27,12 @@ def tally(losses: Tensor, right: Tensor, batch: Batch) -> Tensor:
 
 
 def to_metrics(sums: Tensor, prefix: str, objective: str) -> dict[str, float]:
-    """Mean losses (nats) and accuracies from a tally; without NSP's for objective "none"."""
+    """Mean losses (nats) and accuracies from a tally; without NSP's for objective "none". Of no
+    pairs at all they are no numbers."""
     mlm, nsp, mlm_right, nsp_right, masked, pairs = sums.tolist()
     masked = max(masked, 1)
+    if not pairs:  # every step was skipped
+        masked = pairs = math.nan
     metrics = {"mlm_loss": mlm / masked, "mlm_accuracy": mlm_right / masked}
     if objective != "none":
         metrics |= {"nsp_loss": nsp / pairs, "nsp_accuracy": nsp_right / pairs}

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.batches import Batch
 from pretrain.config import ModelConfig
-from pretrain.loss import linear_cross_entropy, next_sentence_loss
+from pretrain.loss import linear_cross_entropy, next_sentence_loss, score_labels
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -184,6 +184,14 @@ class BertForPreTraining(nn.Module):
         mlm = linear_cross_entropy(x, weight, bias, batch.masked_labels)
         nsp = next_sentence_loss(nsp_logits, batch.next_sentence_label)
         return torch.stack([mlm[0], nsp[0]]), torch.stack([mlm[1], nsp[1]])
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """(losses float32 (M,) in nats, ranks int64 (M,), NSP logits (B, 2)): what to evaluate. The
+        rank of a label is the number of tokens that score higher."""
+        x, nsp_logits = self.heads(batch)
+        weight, bias = self.embeddings.word.weight, self.mlm.bias
+        return *score_labels(x, weight, bias, batch.masked_labels), nsp_logits
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(MLM logits (M, V), NSP logits (B, 2))."""

@@ -36,7 +36,7 @@ def wrap_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     if not asks_for_shards():
         return accelerator.prepare(model.to(accelerator.device))
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     device = accelerator.device.type
     mesh = init_device_mesh(device, (accelerator.num_processes,))
@@ -44,6 +44,7 @@ def wrap_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "score")
     bf16 = accelerator.mixed_precision == "bf16"
     model.forward = torch.autocast(device, torch.bfloat16, enabled=bf16)(model.forward)
     return model

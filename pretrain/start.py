@@ -6,9 +6,13 @@ import json
 import os
 import platform
 import socket
+import sys
+import time
+from collections import Counter
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -16,13 +20,14 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    gather_object,
 )
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import check
 from data_pipeline.errors import UserError
 from data_pipeline.processes import die_with_parent
-from data_pipeline.token_store import TokenStore, Vocabulary
+from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.checkpoint import check_contract, newest_checkpoint, read_state
 from pretrain.config import Config, Phase, TrainConfig, phase_at
 from pretrain.evaluate import HeldOut
@@ -74,6 +79,48 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     return accelerator
 
 
+def stop_all(message: str, accelerator: Accelerator) -> NoReturn:
+    """End the run with exit code 2 on all ranks, each of which must come here; one says why."""
+    if accelerator.is_main_process:
+        raise UserError(message)
+    time.sleep(1)  # a launcher ends all processes when one has: the first has to speak before
+    sys.exit(2)
+
+
+def shake_hands(config: Config, contract: dict, accelerator: Accelerator) -> None:
+    """Stop all ranks, naming the first that differs and in what, if they are not of one run.
+
+    Places may differ: what is in `data_dir` is compared, by the hashes in the contract.
+    """
+    train = {f"train.{name}": value for name, value in asdict(config.train).items()}
+    device = accelerator.device.type
+    mine = train | contract | {"device": device, "torch": torch.__version__}
+    ranks = gather_object([(socket.gethostname(), mine)])
+    first = ranks[0][1]
+    for rank, (host, other) in enumerate(ranks):
+        differences = [
+            f"{name} is {other.get(name)!r}, on rank 0 {first.get(name)!r}"
+            for name in sorted(first.keys() | other.keys())
+            if other.get(name) != first.get(name)
+        ]
+        if differences:
+            stop_all(
+                f"rank {rank} on {host} is of another run: {'; '.join(differences)}; start all "
+                "ranks with one config and the same data",
+                accelerator,
+            )
+    if len(ranks) > 1:
+        hosts = Counter(host for host, _ in ranks)
+        accelerator.print("ranks: " + ", ".join(f"{n} on {host}" for host, n in hosts.items()))
+
+
+def open_data(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
+    """The training split and the data of each phase; raises `UserError` if there is none."""
+    vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
+    store = TokenStore(Path(config.data_dir) / "store", "train", vocabulary)
+    return store, build_sources(phases, store)
+
+
 def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
     """The data of each phase; raises `UserError` if the corpus cannot give pairs of its length."""
     sources = [BatchSource(store, phase.data, phase.seed) for phase in phases]
@@ -82,6 +129,17 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
         if phase.start:
             source.parts.clear()  # until its turn: 3.3 bytes a token
     return sources
+
+
+def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
+    """The model as a run starts with it; without pairs to judge, the NSP head does not train."""
+    torch.manual_seed(config.seed)
+    model = BertForPreTraining(config.model, vocab_size)
+    model.gradient_checkpointing = config.train.gradient_checkpointing
+    if config.data.objective == "none":
+        model.pooler.requires_grad_(False)
+        model.nsp.requires_grad_(False)
+    return model
 
 
 def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
@@ -158,15 +216,14 @@ def find_state(run_dir: Path, contract: dict, accelerator: Accelerator) -> tuple
     return found[0], state | {"contract": contract}
 
 
-def build_held_out(
-    config: Config, vocabulary: Vocabulary, accelerator: Accelerator
-) -> HeldOut | None:
-    """The held-out pairs; None, with a warning, if there are too few documents for any."""
-    store_dir, settings = Path(config.data_dir) / "store", config.train
+def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) -> HeldOut | None:
+    """The held-out pairs beside the training split `store`; None, with a warning, if there are too
+    few documents for any."""
+    settings = config.train
     try:
         return HeldOut(
-            store_dir,
-            vocabulary,
+            Path(config.data_dir) / "store",
+            store,
             config.data,
             settings.eval_examples,
             settings.micro_batch_size,
@@ -198,12 +255,18 @@ def describe(
             f"step {phase.start:,} to {phase.end:,}: {phase.train.global_batch_size:,} sequences "
             f"of at most {phase.data.max_seq_length} tokens a step, {pairs:,} pairs an epoch"
         )
-    phase, pieces = phase_at(phases, start), sources[0].store.vocabulary.pieces
+    phase = phase_at(phases, start)
     example = (start - phase.start) * phase.train.global_batch_size
     batch = sources[phases.index(phase)].batch(example, 1)
+    print(show_pair(batch, sources[0].store.vocabulary))
+
+
+def show_pair(batch: Batch, vocabulary: Vocabulary) -> str:
+    """A batch of one sequence as the model sees it, what is to be predicted in parentheses."""
+    pieces = vocabulary.pieces
     labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
     words = (
         pieces[token] + (f"({pieces[labels[i]]})" if i in labels else "")
         for i, token in enumerate(batch.input_ids.tolist())
     )
-    print(("IsNext: ", "random: ")[int(batch.next_sentence_label)] + " ".join(words))
+    return ("IsNext: ", "random: ")[int(batch.next_sentence_label)] + " ".join(words)

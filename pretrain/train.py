@@ -17,23 +17,25 @@ from omegaconf import OmegaConf
 from data_pipeline.batches import Batch, BatchSource, prefetch
 from data_pipeline.hashing import key
 from data_pipeline.processes import progress_bar
-from data_pipeline.token_store import TokenStore, read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, Phase, phase_at, phases_of
-from pretrain.evaluate import evaluate
+from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
-from pretrain.model import BertForPreTraining
+from pretrain.monitor import Monitor
 from pretrain.optim import build_optimizers, learning_rate
 from pretrain.sharding import clip_gradients, no_sync, wrap_model
 from pretrain.start import (
     build_accelerator,
     build_contract,
     build_held_out,
-    build_sources,
+    build_model,
     describe,
     find_state,
     lock_run,
+    open_data,
+    shake_hands,
+    stop_all,
 )
 from pretrain.tracking import Tracker, draw_curves
 
@@ -52,23 +54,18 @@ def train(config: Config) -> None:
     device, main = accelerator.device, accelerator.is_main_process
 
     # data
-    vocabulary = read_vocabulary(data_dir / "vocab")
-    store = TokenStore(data_dir / "store", "train", vocabulary)
-    sources = build_sources(phases, store)
-    held_out = build_held_out(config, vocabulary, accelerator)
+    store, sources = open_data(config, phases)
+    vocabulary = store.vocabulary
+    held_out = build_held_out(config, store, accelerator)
     contract = build_contract(config, store, accelerator)
+    shake_hands(config, contract, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = find_state(run_dir, contract, accelerator)
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # none in a new run
         source.part_sizes = sizes
 
     # model and optimizers
-    torch.manual_seed(config.seed)
-    bare = BertForPreTraining(config.model, len(vocabulary))
-    bare.gradient_checkpointing = settings.gradient_checkpointing
-    if config.data.objective == "none":
-        bare.pooler.requires_grad_(False)
-        bare.nsp.requires_grad_(False)
+    bare = build_model(config, len(vocabulary))
     if checkpoint:
         load_model(checkpoint, bare)
     if settings.compile or (settings.compile is None and device.type == "cuda"):
@@ -92,6 +89,9 @@ def train(config: Config) -> None:
     window = torch.tensor(state["window"], dtype=torch.float64, device=device)
     clock = Clock(world_size, peak_flops(device))
     bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
+    say = bar.write if main else lambda line: None
+    counts = sample_counts(store)
+    monitor = Monitor(phases[0].train, counts, vocabulary["[UNK]"], state.get("monitor", {}), say)
     model.train()
     for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):
         phase = phase_at(phases, step)
@@ -108,17 +108,25 @@ def train(config: Config) -> None:
                     loss = loss + losses[1] / phase.train.global_batch_size
                 accelerator.backward(loss * world_size)  # DDP averages over processes
             sums += tally(losses, right, batch)
-        grad_norm = clip_gradients(bare.parameters(), settings.max_grad_norm or math.inf)
+        grad_norm = clip_gradients(bare.parameters(), settings.max_grad_norm or math.inf).item()
         rate = learning_rate(step - phase.schedule_start, phase.train)
-        update(optimizers, rate)
-        window += accelerator.reduce(sums)
+        sums = accelerator.reduce(sums)
+        if monitor.is_sound(step, grad_norm):  # the same on all ranks, as the gradient is
+            update(optimizers, rate)
+            window += sums
+        zero_gradients(optimizers)
 
         # once in a while
         done, ended = step + 1, step + 1 == settings.max_steps
         bar.update()
+        if monitor.is_lost():
+            bar.close()
+            why = monitor.give_up(run_dir, step, phases, sums[:2].tolist()) if main else ""
+            stop_all(why, accelerator)
         if done % settings.log_every == 0 or ended:
             metrics = to_metrics(window, "train", config.data.objective) | clock.speed()
-            metrics |= {"train/learning_rate": rate, "train/grad_norm": grad_norm.item()}
+            metrics |= {"train/learning_rate": rate, "train/grad_norm": grad_norm}
+            metrics |= monitor.judge(done, metrics, window[-1].item())
             window.zero_()
             if main:
                 tracker.log(done, metrics)
@@ -126,13 +134,14 @@ def train(config: Config) -> None:
                 bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}, {speed:,.0f} tokens/s")
         if held_out and (done % settings.eval_every == 0 or ended):
             with clock.paused():
-                state["evaluation"] = evaluate(model, held_out, accelerator)
+                state["evaluation"] = evaluate(bare, held_out, accelerator)
             if main:
                 tracker.log(done, state["evaluation"])
                 bar.write(evaluation_line(done, state["evaluation"]))
         if done % settings.save_every == 0 or ended:
             sizes = [source.part_sizes for source in sources]
             state |= {"step": done, "window": window.tolist(), "part_sizes": sizes}
+            state["monitor"] = monitor.state
             with clock.paused():
                 folder, keep = run_dir / "checkpoints", settings.keep_checkpoints
                 save_checkpoint(folder, bare, optimizers, state, keep, writes=main)
@@ -178,12 +187,18 @@ def count_masked(micro_batches: list[Batch], accelerator: Accelerator) -> torch.
     return accelerator.reduce(torch.tensor(masked, device=accelerator.device)).clamp(min=1)
 
 
+def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Free the gradients, used or not."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 def update(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
+    """Make one step with the gradients, at this learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        optimizer.zero_grad()
 
 
 def evaluation_line(step: int, metrics: dict[str, float]) -> str:

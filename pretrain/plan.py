@@ -1,0 +1,214 @@
+"""Before a run: `python -m pretrain.plan CONFIG [key=value ...]` says what it takes and what is
+unusual, from the real model and data; `--check` has the model learn a batch by heart."""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.config import load_config
+from data_pipeline.errors import UserError, run_command
+from pretrain.config import Config, Phase, phases_of
+from pretrain.evaluate import sample_counts
+from pretrain.loss import CHUNK
+from pretrain.metrics import PEAK_FLOPS, count_flops
+from pretrain.model import BertForPreTraining
+from pretrain.optim import build_optimizers
+from pretrain.start import build_accelerator, build_contract, build_model, open_data, show_pair
+from pretrain.train import update, zero_gradients
+
+SECONDS, SAMPLE = 10, 256  # the trial takes about; sequences that operations are counted in
+BY_HEART, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach within so many steps, on so many
+USUAL_RATES = {"adamw": (1e-5, 2e-3), "muon": (2e-4, 2e-2), "lamb": (2e-4, 2e-2)}
+MFU = 0.4  # of a card, that a run of this kind can reach
+
+
+def plan(config: Config) -> None:
+    """Print the table and the warnings; raises `UserError` for all that `train` would refuse."""
+    train, phases = config.train, phases_of(config)
+    accelerator = build_accelerator(train, phases)
+    store, sources = open_data(config, phases)
+    build_contract(config, store, accelerator)
+    model = build_model(config, len(store.vocabulary)).to(accelerator.device)
+    optimizers = build_optimizers(model, train)
+    speed, update_s = try_steps(model, optimizers, sources[0], config, accelerator)
+    parts = (model, model.embeddings, model.layers)
+    weights, embeddings, encoder = (sum(p.numel() for p in part.parameters()) for part in parts)
+    kept = (values for one in optimizers for values in one.state.values())
+    optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
+    rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
+    counts = sample_counts(store)[store.vocabulary.ordinary]
+    total, fed, unusual = 0.0, [], []
+    for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
+        sample = source.batch(0, min(SAMPLE, source.part_size(0)))
+        steps, size = phase.end - phase.start, phase.train.global_batch_size
+        tokens = len(sample.input_ids) / len(sample.next_sentence_label)  # of a sequence
+        operations = count_flops(sample, config.model, len(store.vocabulary))
+        epoch = source.part_size(0) * source.n_parts  # sequences, about
+        total += operations / len(sample.next_sentence_label) * steps * size
+        fed.append(tokens * phase.train.micro_batch_size)
+        rows[f"phase {i}" if len(phases) > 1 else "the run"] = (
+            f"{steps:,} steps of {size:,} sequences, {steps * size / epoch:,.1f} epochs of "
+            f"{epoch:,} sequences, {epoch * tokens:,.0f} tokens; "
+            f"{operations / len(sample.input_ids):.3g} FLOPs a token"
+        )
+        unusual += warnings(phase, steps * size / epoch, tokens, counts)
+    largest = fed.index(max(fed))
+    activations = measure_activations(model, sources[largest], fed[largest], accelerator)
+    saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
+    here, card = total / speed + train.max_steps * update_s, total / MFU / PEAK_FLOPS["H100"]
+    rows |= {
+        "operations": f"{total:.3g} FLOPs",
+        "memory of a device": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
+        f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
+        "disk": f"{mb(saved)} a checkpoint, {mb((train.keep_checkpoints + 1) * saved)} for those "
+        "that are kept and one in work",
+        "time here": f"{here / 3600:,.2f} hours in one process, tried at {speed / 1e12:.3g} TFLOPS "
+        f"on {accelerator.device.type}",
+        "time on one H100": f"{card / 3600:,.2f} hours at {MFU:.0%} of its peak",
+    }
+    for name, value in rows.items():
+        print(f"{name:20}{value}")
+    for line in dict.fromkeys(unusual):
+        print(f"warning: {line}")
+
+
+def mb(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def measure_activations(
+    model: BertForPreTraining, source: BatchSource, tokens: float, accelerator: Accelerator
+) -> float:
+    """Bytes that so many tokens take in the precision of this machine: a line through what autograd
+    saves of a small and of a larger batch, a quarter more for what the backward pass makes (found
+    on a CPU), and the scores of `linear_cross_entropy` with their gradient, which do not grow. With
+    gradient checkpointing it is that of one layer, and what goes into each."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    points, recomputed = [], model.gradient_checkpointing
+    model.gradient_checkpointing = False  # its tensors are not seen here
+    for count in (1, 4):
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
+            memory = tensor.untyped_storage()
+            kept[memory.data_ptr()] = memory.nbytes()
+            return tensor
+
+        batch = source.batch(0, count).to(accelerator.device)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), accelerator.autocast():
+            losses, _ = model(batch)
+        points.append((len(batch.input_ids), sum(v for k, v in kept.items() if k not in own)))
+        del losses
+    (x, low), (y, high) = points
+    kept_bytes, layers = low + (high - low) / (y - x) * (tokens - x), len(model.layers)
+    if recomputed:
+        kept_bytes = kept_bytes / layers + 4 * model.config.hidden_size * tokens * layers
+    head = CHUNK.get(accelerator.device.type, CHUNK["cuda"]) + model.embeddings.word.weight.numel()
+    model.gradient_checkpointing = recomputed
+    return 1.25 * kept_bytes + 4 * head
+
+
+def try_steps(
+    model, optimizers, source: BatchSource, config: Config, accelerator: Accelerator
+) -> tuple[float, float]:
+    """(operations a second of forward and backward passes, seconds of an update), of as many
+    sequences up to a micro-batch as the time allows; the learning rate is 0, the weights stay."""
+    operations, seconds, updates, count, begin = 0, 0.0, [], 1, now(accelerator)
+    for turn in range(6):
+        batch = source.batch(0, count).to(accelerator.device)
+        started = now(accelerator)
+        backward(model, batch, accelerator)
+        middle = now(accelerator)
+        update(optimizers, 0.0)
+        updates.append(now(accelerator) - middle)
+        zero_gradients(optimizers)
+        if turn:  # what is first is slow
+            seconds += middle - started
+            operations += count_flops(batch, config.model, len(source.store.vocabulary))
+            if now(accelerator) - begin > SECONDS:
+                break
+        if turn == 1:
+            count = int(
+                min(max(SECONDS / 5 / seconds, 1), phases_of(config)[0].train.micro_batch_size)
+            )
+    return operations / seconds, min(updates)
+
+
+def now(accelerator: Accelerator) -> float:
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def backward(model, batch: Batch, accelerator: Accelerator) -> float:
+    """Add the gradients of a batch; its mean MLM loss, in nats."""
+    with accelerator.autocast():
+        losses, _ = model(batch)
+    mlm, nsp = losses / max(len(batch.masked_labels), 1)  # NSP weighs less: this is a trial
+    (mlm + nsp if model.nsp.weight.requires_grad else mlm).backward()
+    return mlm.item()
+
+
+def warnings(phase: Phase, epochs: float, tokens: float, counts: np.ndarray) -> Iterator[str]:
+    """What someone who has trained many would ask about: `tokens` are those of a sequence, `counts`
+    how often each ordinary piece occurs."""
+    train, data = phase.train, phase.data
+    if epochs > 40:
+        yield f"each sentence is seen {epochs:.0f} times; more text, or a smaller train.max_steps"
+    if (size := tokens * train.global_batch_size) < 2048:
+        yield f"{size:,.0f} tokens a step are few; raise train.global_batch_size"
+    if (few := float((counts < 50).mean())) > 0.5:
+        yield f"{few:.0%} of the pieces occur less than 50 times; lower vocab.size"
+    if train.warmup_steps > train.max_steps / 5:
+        yield f"the warm-up takes {train.warmup_steps / train.max_steps:.0%} of the run"
+    low, high = USUAL_RATES.get(train.optimizer, (0, 1))
+    if not low <= train.learning_rate <= high:
+        yield f"train.learning_rate {train.learning_rate:g} is not the usual {low:g} to {high:g}"
+    wanted, most = int(data.masked_lm_prob * data.max_seq_length), data.max_predictions_per_seq
+    if most and most < wanted:
+        yield f"data.max_predictions_per_seq {most} cuts the {wanted} masks of a full sequence"
+
+
+def check(config: Config) -> None:
+    """Print a pair as the model sees it, and have the model learn a batch by heart; raises
+    `UserError` if a parameter has no gradient or the loss stays above `BY_HEART`."""
+    phases = phases_of(config)
+    accelerator = build_accelerator(config.train, phases)
+    (store, (source, *_)), top = open_data(config, phases), phases[0].train.learning_rate
+    build_contract(config, store, accelerator)
+    model = build_model(config, len(store.vocabulary)).to(accelerator.device).eval()  # no dropout
+    optimizers = build_optimizers(model, config.train)
+    print(show_pair(source.batch(0, 1), store.vocabulary))
+    batch = source.batch(0, SEQUENCES).to(accelerator.device)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for done in range(STEPS):
+        loss = backward(model, batch, accelerator)
+        if not done and (without := [n for n, p in trained if p.grad is None or not p.grad.any()]):
+            raise UserError(f"no gradient reaches {', '.join(without)}")
+        if loss < BY_HEART:
+            print(f"learned {SEQUENCES} sequences by heart: MLM loss {loss:.3f} at step {done}")
+            return
+        update(optimizers, top * min(1, (done + 1) / 20))
+        zero_gradients(optimizers)
+    raise UserError(
+        f"{SEQUENCES} sequences are not learned by heart: MLM loss {loss:.3f} after {STEPS} steps, "
+        f"not below {BY_HEART}; try another train.learning_rate than {top:g}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pretrain.plan", description=__doc__)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--check", action="store_true", help="learn one batch by heart instead")
+    args = parser.parse_intermixed_args()
+    (check if args.check else plan)(load_config(Config, args.config, args.overrides))
+
+
+if __name__ == "__main__":
+    run_command(main)

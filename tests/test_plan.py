@@ -1,0 +1,167 @@
+"""What `plan` says is what a run then takes, and `--check` finds what cannot learn."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from test_train import train_here
+
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.errors import UserError
+from data_pipeline.token_store import TokenStore
+from pretrain import plan
+from pretrain.checkpoint import newest_checkpoint
+from pretrain.config import Config, phases_of
+from pretrain.model import BertForPreTraining
+
+LARGER = ("model.hidden_size=128", "train.learning_rate=1e-3", "train.max_steps=40")
+
+
+def config_of(root: Path, *overrides: str) -> Config:
+    return load_config(Config, str(root / "config.yaml"), list(overrides))
+
+
+@pytest.fixture(scope="module")
+def table(prepared: Path) -> dict[str, list[float]]:
+    """Name of each row -> the numbers in it."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        plan.plan(config_of(prepared, *LARGER))
+    rows = [line for line in out.getvalue().splitlines() if not line.startswith("warning")]
+    return {
+        row[:20].strip(): [
+            float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\.?\d*(?:e[+-]\d+)?", row[20:])
+        ]
+        for row in rows
+    }
+
+
+def test_parameters_memory_and_disk_are_those_of_the_model(
+    prepared: Path, store: TokenStore, table: dict, tmp_path: Path
+) -> None:
+    config = config_of(prepared, *LARGER)
+    model = BertForPreTraining(config.model, len(store.vocabulary))
+    weights = sum(p.numel() for p in model.parameters())
+    rows = len(store.vocabulary) + 512 + 2 + 2  # pieces, positions, types, norm
+    assert table["parameters"][:2] == [weights, rows * 128]
+    total, both, adamw, activations = table["memory of a device"]
+    assert both == adamw == round(8 * weights / 1e6)
+    assert total == pytest.approx(both + adamw + activations, abs=2)
+    run_dir = tmp_path / "run"
+    train_here(prepared, run_dir, *LARGER, "train.max_steps=3")
+    folder = newest_checkpoint(run_dir / "checkpoints")
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    assert table["disk"] == pytest.approx([size, 3 * size], abs=2)
+
+
+def test_epochs_and_tokens_are_those_that_the_loop_would_count(
+    store: TokenStore, table: dict
+) -> None:
+    source = BatchSource(store, PairsConfig(max_seq_length=64), seed=0)
+    tokens = len(source.batch(0, source.epoch_size(0)).input_ids)
+    steps, batch, epochs, size, found, operations = table["the run"]
+    assert (steps, batch, size) == (40, 16, source.epoch_size(0))
+    assert epochs == pytest.approx(640 / size, abs=0.05)
+    assert found == pytest.approx(tokens, rel=0.02)  # from a sample
+    assert table["operations"][0] == pytest.approx(operations * tokens * 640 / size, rel=0.02)
+    assert table["time here"][0] >= 0 and table["time here"][1] > 0
+
+
+def test_activations_are_a_line_in_the_tokens(prepared: Path, store: TokenStore) -> None:
+    """As many bytes as autograd keeps of a batch that the line was not drawn through."""
+    config = config_of(prepared, *LARGER)
+    model = BertForPreTraining(config.model, len(store.vocabulary))
+    source = BatchSource(store, config.data, seed=0)
+    batch = source.batch(100, 64)
+    tokens, own = len(batch.input_ids), {p.data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        losses, _ = model(batch)
+    wanted = sum(size for where, size in kept.items() if where not in own)
+    head = 4 * (plan.CHUNK["cpu"] + model.embeddings.word.weight.numel())
+    found = plan.measure_activations(model, source, tokens, Accelerator(cpu=True)) - head
+    assert found == pytest.approx(1.25 * wanted, rel=0.15)
+    model.gradient_checkpointing = True
+    less = plan.measure_activations(model, source, tokens, Accelerator(cpu=True)) - head
+    assert 0.5 * found < less < 0.8 * found  # of two layers one is kept
+    assert model.gradient_checkpointing
+
+
+def test_phases_are_planned_one_by_one(prepared: Path, capsys) -> None:
+    phases = "[{steps: 30}, {steps: 10, max_seq_length: 32, global_batch_size: 32}]"
+    plan.plan(config_of(prepared, *LARGER, f"train.phases={phases}"))
+    out = capsys.readouterr().out
+    assert re.search(r"^phase 0 +30 steps of 16 sequences", out, re.M)
+    assert re.search(r"^phase 1 +10 steps of 32 sequences", out, re.M)
+    assert "the run" not in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["train.max_steps=100000"], "each sentence is seen"),
+        (["train.global_batch_size=16"], "tokens a step are few"),
+        (["train.warmup_steps=30"], "the warm-up takes 30%"),
+        (["train.learning_rate=0.1"], "train.learning_rate 0.1 is not the usual 1e-05 to 0.002"),
+        (["data.max_predictions_per_seq=5"], "cuts the 9 masks"),
+    ],
+)
+def test_what_is_unusual_is_named_and_nothing_else(prepared, overrides, named) -> None:
+    config = config_of(prepared, "train.max_steps=100", "train.global_batch_size=64", *overrides)
+    epochs = config.train.max_steps / 100
+    found = list(plan.warnings(phases_of(config)[0], epochs, 60.0, np.full(1000, 500)))
+    assert len(found) == 1 and named in found[0]
+
+
+def test_a_vocabulary_too_large_for_its_text_is_named(prepared: Path) -> None:
+    config = config_of(prepared, "train.max_steps=100", "train.global_batch_size=64")
+    assert (
+        list(plan.warnings(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [49, 51]))) == []
+    )
+    found = list(plan.warnings(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [60, 40])))
+    assert "60% of the pieces occur less than 50 times" in found[0]
+
+
+@pytest.mark.parametrize("objective", ["nsp", "none"])
+def test_a_model_that_can_learn_learns_a_batch_by_heart(prepared, objective, capsys) -> None:
+    plan.check(config_of(prepared, *LARGER, f"data.objective={objective}"))
+    out = capsys.readouterr().out
+    assert "[CLS]" in out and "[MASK](" in out
+    assert re.search(r"by heart: MLM loss 0\.\d+ at step \d+", out)
+
+
+def test_a_model_that_does_not_learn_is_refused_in_one_line(prepared, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "STEPS", 30)
+    with pytest.raises(UserError, match="not learned by heart: MLM loss .* after 30 steps"):
+        plan.check(config_of(prepared, "train.learning_rate=1e-9"))
+
+
+def test_a_parameter_without_a_gradient_is_named(prepared, monkeypatch) -> None:
+    build = plan.build_model
+
+    def build_cut(config, vocab_size):
+        model = build(replace(config), vocab_size)
+        model.layers[1].forward = lambda x, batch: x
+        return model
+
+    monkeypatch.setattr(plan, "build_model", build_cut)
+    with pytest.raises(UserError, match=r"no gradient reaches layers\.1\.attention\.query\.weight"):
+        plan.check(config_of(prepared))
+
+
+def test_without_a_store_the_error_names_the_command(prepared, tmp_path) -> None:
+    for ask in (plan.plan, plan.check):
+        with pytest.raises(UserError, match="make one: python -m data_pipeline CONFIG"):
+            ask(config_of(prepared, f"data_dir={tmp_path}/none"))
