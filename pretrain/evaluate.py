@@ -18,10 +18,7 @@ from pretrain.model import BertForPreTraining
 
 SEED = 20181011  # of held-out pairs and masks, whatever the run's seed: runs can be compared
 SAMPLE = 1 << 25  # tokens of the training split that frequencies are counted in, about
-FREQUENT, MEDIUM = (
-    0.01,
-    0.11,
-)  # of the pieces, by rank of frequency: bands of 1 %, 10 % and the rest
+FREQUENT, MEDIUM = 0.01, 0.11  # of the pieces by frequency: bands of 1 %, 10 % and the rest
 GROUPS = (  # of masked tokens, by what is added to the metric's name
     "",  # all
     *("_mask", "_random", "_kept"),  # what the model sees in the token's place

@@ -69,18 +69,16 @@ class Monitor:
         """Look at the metrics that are logged after `done` steps, means over so many pairs; those
         to log beside them."""
         wait = metrics["perf/data_wait"]
-        if (
-            wait > MUCH_WAITING and done > self.train.log_every
-        ):  # the first batches are always waited for
+        # the first batches are always waited for
+        if wait > MUCH_WAITING and done > self.train.log_every:
             self.warn("data_wait", f"{wait:.0%} of the time is spent waiting for data")
         loss, right = metrics["train/mlm_loss"], metrics.get("train/nsp_accuracy", 1.0)
         is_late = done - self.train.log_every < self.late <= done  # true once
         if is_late and loss > self.entropy - PLATEAU:
             line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
             self.warn("plateau", f"{line} (unigram entropy {self.entropy:.3f})")
-        if is_late and right < 0.5 + 1 / math.sqrt(
-            max(pairs, 1)
-        ):  # labels are half and half; 2 sigma
+        two_sigma = 1 / math.sqrt(max(pairs, 1))  # of a coin
+        if is_late and right < 0.5 + two_sigma:
             self.warn("nsp", f"after {done:,} steps NSP accuracy is {right:.3f}, that of guessing")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         return {"train/skipped_steps": self.state["skipped"]} | said

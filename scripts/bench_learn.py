@@ -128,9 +128,10 @@ def main() -> None:
     model = (ours if side == "ours" else peer)(config, vocabulary, float(minutes))
     accelerator = Accelerator(cpu=True)
     settings = config.train
+    store_dir = Path(config.data_dir) / "store"
     held_out = HeldOut(
-        Path(config.data_dir) / "store",
-        vocabulary,
+        store_dir,
+        TokenStore(store_dir, "train", vocabulary),
         config.data,
         settings.eval_examples,
         settings.micro_batch_size,
