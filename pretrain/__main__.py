@@ -2,7 +2,6 @@
 at the end."""
 
 import argparse
-import os
 
 from data_pipeline.config import load_config
 from data_pipeline.errors import run_command
@@ -16,9 +15,6 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     config = load_config(Config, args.config, args.overrides)
 
-    # threads that wait for each other in loops are ten times as slow as one thread when another
-    # process needs a core; read when torch is loaded
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from pretrain.train import train  # after the config: a mistake in it shows at once
 
     train(config)

@@ -54,7 +54,10 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         torch.set_float32_matmul_precision("medium")
     precision = settings.precision
     if precision == "auto":
-        fast = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        if cuda:
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            fast = torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if fast else "fp32"
     accelerator = Accelerator(
         cpu=not cuda,

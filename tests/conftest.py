@@ -21,7 +21,8 @@ data: {{max_seq_length: 64}}
 model: {{num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2,
         hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}}
 train: {{max_steps: 12, global_batch_size: 16, micro_batch_size: 16, learning_rate: 1.0e-3,
-        warmup_steps: 2, log_every: 2, eval_every: 6, save_every: 4, eval_examples: 64}}
+        warmup_steps: 2, log_every: 2, eval_every: 6, save_every: 4, eval_examples: 64,
+        precision: fp32}}
 """
 
 
