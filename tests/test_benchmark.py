@@ -47,6 +47,15 @@ def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None
     assert sum(figure["peer"] is not None for figure in figures) == with_peer
 
 
+def test_both_sides_learn_for_as_long(prepared) -> None:
+    done = run("learn", "--minutes", "0.04", "--config", prepared / "config.yaml")
+    assert done.returncode == 0, done.stderr
+    loss, accuracy, pairs = (json.loads(line) for line in done.stdout.splitlines())
+    assert list(loss) == KEYS and loss["unit"] == "nats"
+    assert 2 < loss["ours"] < 8 and 2 < loss["peer"] < 8  # log(1,024) is 6.9
+    assert all(0 <= figure[side] <= 1 for figure in (accuracy, pairs) for side in ("ours", "peer"))
+
+
 def test_golden_rules_of_sentences_are_counted_by_language(tmp_path) -> None:
     text = "Ask Dr. Lee. He knows."
     rules = [
