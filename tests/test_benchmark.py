@@ -30,7 +30,7 @@ def run(what: str, *arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("what", "with_peer", "alone"), [("data", 4, 2), ("loader", 8, 2), ("model", 4, 2)]
+    ("what", "with_peer", "alone"), [("data", 4, 2), ("loader", 8, 2), ("model", 5, 3)]
 )
 def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None:
     done = run(what, "--config", prepared / "config.yaml")

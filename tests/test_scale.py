@@ -116,7 +116,7 @@ def test_a_mistake_in_the_corpus_comes_back_from_a_cluster(tmp_path: Path, clust
 
 def test_a_scheduler_that_goes_away_is_one_line(tmp_path: Path):
     address = tmp_path / "address"
-    dask = [str(Path(sys.executable).parent / "dask"), "scheduler", "--no-dashboard"]
+    dask = [sys.executable, "-m", "dask", "scheduler", "--no-dashboard"]
     scheduler = subprocess.Popen(
         [*dask, "--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(address)],
         stdout=subprocess.DEVNULL,
