@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -67,11 +68,11 @@ def ours(task: Task, bf16: bool) -> Step:
     batches = [batch.to(task.device) for batch in task.batches]
     if task.device.type == "cuda":
         model.compile_layers()
-    turn = iter(range(10**9))
+    turns = cycle(batches)
 
     def step() -> int:
         torch.set_float32_matmul_precision("medium" if task.device.type == "cpu" else "high")
-        batch = batches[next(turn) % len(batches)]
+        batch = next(turns)
         with torch.autocast(task.device.type, torch.bfloat16, enabled=bf16):
             (mlm, nsp), _ = model(batch)
         loss = mlm / len(batch.masked_labels) + nsp / len(batch.next_sentence_label)
@@ -104,20 +105,19 @@ def peer(task: Task, bf16: bool, tuned: bool, compiled: bool = False) -> Step:
     if tuned:
         batches = of_similar_length(batches)
     batches = [{n: v.to(task.device) for n, v in batch.items()} for batch in batches]
-    tokens = [int(batch["attention_mask"].sum()) for batch in batches]
-    turn = iter(range(10**9))
+    turns = cycle([(batch, int(batch["attention_mask"].sum())) for batch in batches])
 
     def step() -> int:
         faster = "medium" if task.device.type == "cpu" else "high"
         torch.set_float32_matmul_precision(faster if tuned else "highest")
-        i = next(turn) % len(batches)
+        batch, tokens = next(turns)
         with torch.autocast(task.device.type, torch.bfloat16, enabled=bf16):
-            loss = run(**batches[i]).loss
+            loss = run(**batch).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return tokens[i]
+        return tokens
 
     return step
 
