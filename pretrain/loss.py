@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # scores that are in memory at once
+CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # float32 scores, or twice as many in bf16, in memory
+BLOCK = {"cpu": 1 << 19, "cuda": 1 << 25}  # of them that become probabilities at once: in a cache
 
 
 def linear_cross_entropy(
@@ -33,16 +34,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         if needs_grad:
             grads = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
         for rows, few, scores, matrix in chunks(x, weight, bias):
-            label = labels[rows, None]
-            wanted = scores.gather(1, label)
-            highest = scores.amax(1, keepdim=True)
-            right += (wanted == highest).sum()
-            total = scores.sub_(highest).exp_().sum(1, keepdim=True)
-            loss += (total.log() + highest - wanted).sum()
-            if needs_grad:  # of the sum of losses to the scores: the probabilities, less the truth
-                scores.div_(total).scatter_add_(1, label, -torch.ones_like(wanted))
-                grads[2].add_(scores.sum(0))
-                scores = scores.to(matrix.dtype)
+            size = max(BLOCK.get(x.device.type, BLOCK["cuda"]) // len(weight), 1)
+            blocks = zip(scores.split(size), labels[rows, None].split(size), strict=True)
+            for block, label in blocks:
+                exact = block.to(sum_type(block))
+                wanted, highest = exact.gather(1, label), exact.amax(1, keepdim=True)
+                right += (wanted == highest).sum()
+                probabilities = exact.softmax(1)
+                rest = probabilities.amax(1, keepdim=True).log()  # no label's, which may be 0
+                loss += (highest - rest - wanted).sum()
+                if needs_grad:  # of the losses to the scores: the probabilities, less the truth
+                    block.copy_(probabilities.scatter_add_(1, label, -torch.ones_like(wanted)))
+                    grads[2].add_(probabilities.sum(0))
+            if needs_grad:
                 grads[0][rows] = scores @ matrix
                 grads[1].add_(scores.t() @ few)
         if needs_grad:
@@ -74,17 +78,16 @@ def score_labels(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tup
 def chunks(
     x: Tensor, weight: Tensor, bias: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(rows, x of the rows, their scores, weight): x and weight in the type of autocast, scores in
-    float32 at least."""
+    """(rows, x of the rows, their scores, weight), all in the type of autocast."""
     device, kind = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
         x, weight, bias = x.to(kind), weight.to(kind), bias.to(kind)
-        size = max(CHUNK.get(device, CHUNK["cuda"]) // len(weight), 1)
+        size = max(4 * CHUNK.get(device, CHUNK["cuda"]) // kind.itemsize // len(weight), 1)
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
-            yield rows, x[rows], F.linear(x[rows], weight, bias).to(sum_type(x)), weight
+            yield rows, x[rows], F.linear(x[rows], weight, bias), weight
 
 
 def sum_type(x: Tensor) -> torch.dtype:

@@ -26,11 +26,13 @@ def plain(x, weight, bias, labels):
     return F.cross_entropy(scores, labels, reduction="sum"), (scores.argmax(1) == labels).sum()
 
 
-@pytest.mark.parametrize("chunk", [1, 10 * VOCAB, ROWS * VOCAB, 1 << 23])
+@pytest.mark.parametrize("chunk", [1, 20 * VOCAB, 2 * ROWS * VOCAB, 1 << 23])
+@pytest.mark.parametrize("block", [1, 4 * VOCAB, 1 << 19])
 def test_loss_gradients_and_right_ones_are_those_of_torch_whatever_the_chunk(
-    chunk, monkeypatch
+    chunk, block, monkeypatch
 ) -> None:
     monkeypatch.setitem(loss.CHUNK, "cpu", chunk)
+    monkeypatch.setitem(loss.BLOCK, "cpu", block)
     tensors = inputs()
     found, right = linear_cross_entropy(*tensors)
     scores = F.linear(*tensors[:3])
@@ -73,7 +75,7 @@ def test_of_no_rows_the_loss_is_zero_and_so_are_the_gradients() -> None:
 
 
 def test_the_scores_of_all_rows_are_never_in_memory_at_once(monkeypatch) -> None:
-    monkeypatch.setitem(loss.CHUNK, "cpu", 5 * VOCAB)
+    monkeypatch.setitem(loss.CHUNK, "cpu", 10 * VOCAB)  # 5 rows of float64
     sizes = []
 
     class Sizes(TorchDispatchMode):
