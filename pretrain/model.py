@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.batches import Batch
+from pretrain.attention import attend
 from pretrain.config import ModelConfig
+from pretrain.dropout import Dropout
 from pretrain.loss import linear_cross_entropy, next_sentence_loss, score_labels
 
 ACTIVATIONS = {
@@ -35,7 +37,7 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(config.max_position_embeddings, size)
         self.token_type = nn.Embedding(config.type_vocab_size, size)
         self.norm = nn.LayerNorm(size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, batch: Batch) -> Tensor:
         x = self.word(batch.input_ids) + self.token_type(batch.token_type_ids)
@@ -60,43 +62,6 @@ class Attention(nn.Module):
         return self.out(x.flatten(1))  # (T, D)
 
 
-def attend(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
-    """Attention within each sequence: (T, 3, H, D/H) -> (T, H, D/H)."""
-    if qkv.device.type == "cpu":
-        return attend_each(qkv, batch, dropout)
-    if dropout or qkv.dtype not in (torch.bfloat16, torch.float16) or qkv.shape[-1] % 8:
-        return attend_padded(qkv, batch, dropout)  # what the kernel below cannot do
-    from torch.nn.attention.varlen import varlen_attn
-
-    longest = -(-batch.max_length // 128) * 128  # an upper bound, of which there are few
-    cu_seqlens = batch.cu_seqlens.int()
-    return varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, longest, longest)
-
-
-def attend_each(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
-    """One sequence after the other: for a CPU twice as fast as its kernels, and no padding."""
-    lengths = batch.cu_seqlens.diff().tolist()
-    out = []
-    with torch.autocast("cpu", enabled=False):  # softmax would go to float32 and back
-        for some in qkv.split(lengths):
-            q, k, v = some.permute(1, 2, 0, 3)  # (H, S, D/H)
-            weights = (q * q.shape[-1] ** -0.5 @ k.transpose(1, 2)).softmax(-1)
-            out.append((F.dropout(weights, dropout) @ v).transpose(0, 1))
-    return torch.cat(out)
-
-
-def attend_padded(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
-    """In rows of the longest sequence, the keys beyond the end of each masked."""
-    size, longest = len(batch.cu_seqlens) - 1, batch.max_length
-    places = batch.sequence_ids * longest + batch.position_ids  # (T,)
-    rows = qkv.new_zeros(size * longest, *qkv.shape[1:]).index_copy(0, places, qkv)
-    q, k, v = rows.view(size, longest, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)  # (B, H, S, D/H)
-    columns = torch.arange(longest, device=qkv.device)
-    is_key = (columns < batch.cu_seqlens.diff()[:, None])[:, None, None]  # (B, 1, 1, S)
-    out = F.scaled_dot_product_attention(q, k, v, is_key, dropout)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
-
-
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -107,7 +72,7 @@ class Layer(nn.Module):
         self.up = nn.Linear(size, inner)
         self.down = nn.Linear(inner, size)
         self.norm = nn.LayerNorm(size, eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

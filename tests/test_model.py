@@ -12,9 +12,10 @@ from torch import nn
 
 from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
+from pretrain.attention import attend_groups, attend_padded
 from pretrain.config import ModelConfig
 from pretrain.export import hf_config, to_hf
-from pretrain.model import BertForPreTraining, attend_each, attend_padded
+from pretrain.model import BertForPreTraining
 
 TINY = ModelConfig(
     hidden_size=32,
@@ -310,13 +311,13 @@ def test_no_linear_layer_computes_on_padding(batch, vocabulary, monkeypatch) -> 
 def test_attention_one_by_one_is_attention_in_padded_rows(dropout, batch) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(len(batch.input_ids), 3, 2, 16, requires_grad=True)
-    found = [attend(qkv, batch, dropout) for attend in (attend_each, attend_padded)]
+    found = [attend(qkv, batch, dropout) for attend in (attend_groups, attend_padded)]
     if dropout == 0:
         assert_close(found[0], found[1], "attention")
         grads = [torch.autograd.grad(out.square().sum(), qkv)[0] for out in found]
         assert_close(grads[0], grads[1], "gradient")
     else:  # other draws, the same mean
-        for attend in (attend_each, attend_padded):
+        for attend in (attend_groups, attend_padded):
             mean = torch.stack([attend(qkv, batch, dropout) for _ in range(400)]).mean(0)
             error = mean - attend(qkv, batch, 0.0)
             assert error.abs().mean() < 0.05 and error.mean().abs() < 2e-3
