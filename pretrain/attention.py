@@ -13,7 +13,8 @@ from torch import Tensor
 from data_pipeline.batches import Batch
 from pretrain.dropout import dropout_noise
 
-WASTE = 1.2  # of the scores of a group, at most so many times those of its sequences
+GROUP_TOKENS = 1024  # of as many sequences as are of the longest in a batch
+MULTIPLE = 8  # that lengths of groups are of: a product of another shape costs four times as much
 
 
 def attend(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
@@ -64,33 +65,20 @@ class Layout:
 
 @lru_cache(maxsize=1)  # the layers of a model ask for the same, one after the other
 def lay_out(lengths: tuple[int, ...]) -> Layout:
-    """Sequences of these lengths in groups."""
-    groups, sizes = [], []
-    ends, starts = torch.tensor(lengths), torch.empty(len(lengths), dtype=torch.int64)
-    for numbers in group_by_length(lengths):
-        count, length = len(numbers), lengths[numbers[-1]]
-        starts[numbers] = sum(sizes) + length * torch.arange(count)
-        beyond = torch.arange(length) >= ends[numbers, None]
-        bias = torch.zeros(count, 1, 1, length).masked_fill_(beyond[:, None, None], -torch.inf)
-        groups.append(Group(count, length, bias if beyond.any() else None))
-        sizes.append(count * length)
+    """Sequences of these lengths in groups, as many in each but the last."""
+    ends, order = torch.tensor(lengths).sort()
+    starts, groups, sizes = torch.empty_like(order), [], []
+    count = max(GROUP_TOKENS // max(lengths), 1)
+    for numbers, some in zip(order.split(count), ends.split(count), strict=True):
+        length = -(-int(some[-1]) // MULTIPLE) * MULTIPLE
+        beyond = torch.arange(length) >= some[:, None]
+        bias = torch.zeros(beyond.shape).masked_fill_(beyond, -torch.inf)[:, None, None]
+        starts[numbers] = sum(sizes) + length * torch.arange(len(numbers))
+        groups.append(Group(len(numbers), length, bias if beyond.any() else None))
+        sizes.append(len(numbers) * length)
+    ends = torch.tensor(lengths)
     shift = starts - (ends.cumsum(0) - ends)
     return Layout(groups, sizes, shift.repeat_interleave(ends) + torch.arange(sum(lengths)))
-
-
-def group_by_length(lengths: tuple[int, ...]) -> list[list[int]]:
-    """The numbers of the sequences in groups, the shortest first, whose scores when padded are at
-    most `WASTE` times as many."""
-    groups, area = [], 0
-    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        square = lengths[number] ** 2
-        if groups and (len(groups[-1]) + 1) * square <= WASTE * (area + square):
-            groups[-1].append(number)
-            area += square
-        else:
-            groups.append([number])
-            area = square
-    return groups
 
 
 @torch.compiler.disable
@@ -105,8 +93,9 @@ class AttendGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
         heads, width = qkv.shape[2:]
+        tokens = len(layout.places)  # qkv may go on with filler
         padded = qkv.new_zeros(sum(layout.sizes), 3, heads, width)
-        padded.index_copy_(0, layout.places, qkv)
+        padded.index_copy_(0, layout.places, qkv[:tokens])
         out, kept = [], []
         for group, rows in zip(layout.groups, padded.split(layout.sizes), strict=True):
             x = rows.unflatten(0, (group.count, group.length)).permute(2, 0, 3, 1, 4)
@@ -122,13 +111,13 @@ class AttendGroups(torch.autograd.Function):
             kept += [x, weights, noise]
         ctx.layout = layout
         ctx.save_for_backward(*kept)
-        return torch.cat(out).index_select(0, layout.places)
+        return at_places(torch.cat(out), layout.places, len(qkv))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         layout, (heads, width) = ctx.layout, grad.shape[1:]
         padded = grad.new_zeros(sum(layout.sizes), heads, width)
-        padded.index_copy_(0, layout.places, grad)
+        padded.index_copy_(0, layout.places, grad[: len(layout.places)])
         out, kept = [], iter(ctx.saved_tensors)
         for group, rows in zip(layout.groups, padded.split(layout.sizes), strict=True):
             (q, k, v), weights, noise = next(kept), next(kept), next(kept)
@@ -148,4 +137,11 @@ class AttendGroups(torch.autograd.Function):
             )
             grads = grads.unflatten(1, (-1, heads)).permute(1, 3, 0, 2, 4)
             out.append(grads.flatten(0, 1))
-        return torch.cat(out).index_select(0, layout.places), None, None
+        return at_places(torch.cat(out), layout.places, len(grad)), None, None
+
+
+def at_places(padded: Tensor, places: Tensor, size: int) -> Tensor:
+    """The rows at these places, and 0 in as many more as are missing to `size`."""
+    out = padded.new_zeros(size, *padded.shape[1:])
+    torch.index_select(padded, 0, places, out=out[: len(places)])
+    return out

@@ -27,6 +27,7 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
+FILL = 64  # a CPU computes on so many tokens, or twice, or three times ...
 
 
 class Embeddings(nn.Module):
@@ -126,12 +127,15 @@ class BertForPreTraining(nn.Module):
     def encode(self, batch: Batch) -> Tensor:
         """The last hidden state of every token: (T, D)."""
         x = self.embeddings(batch)
+        tokens = len(x)
+        if x.device.type == "cpu":  # which makes its products ready for each shape anew
+            x = F.pad(x, (0, 0, 0, -tokens % FILL))
         for layer in self.layers:
             if self.gradient_checkpointing:
                 x = checkpoint(layer, x, batch, use_reentrant=False)  # draws the same dropout again
             else:
                 x = layer(x, batch)
-        return x
+        return x[:tokens]
 
     def heads(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(what the decoder scores (M, D), NSP logits (B, 2))."""

@@ -16,7 +16,7 @@ from pretrain.config import Config, Phase, phases_of
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS, count_flops
-from pretrain.model import BertForPreTraining
+from pretrain.model import FILL, BertForPreTraining
 from pretrain.optim import build_optimizers
 from pretrain.start import build_accelerator, build_contract, build_model, open_data, show_pair
 from pretrain.train import update, zero_gradients
@@ -102,7 +102,8 @@ def measure_activations(
         batch = source.batch(0, count).to(accelerator.device)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), accelerator.autocast():
             losses, _ = model(batch)
-        points.append((len(batch.input_ids), sum(v for k, v in kept.items() if k not in own)))
+        filled = -(-len(batch.input_ids) // FILL) * FILL
+        points.append((filled, sum(v for k, v in kept.items() if k not in own)))
         del losses
     (x, low), (y, high) = points
     kept_bytes, layers = low + (high - low) / (y - x) * (tokens - x), len(model.layers)

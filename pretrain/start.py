@@ -1,6 +1,7 @@
 """What happens before the first step: processes, the folder of the run, and the checkpoint to go on
 from."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -48,6 +49,8 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     if launched:
         die_with_parent(os.getppid())
     cuda = torch.cuda.is_available()
+    if not cuda:
+        keep_freed_memory()
     if not cuda and platform.machine() == "x86_64" and not torch.cpu._is_amx_tile_supported():
         # float32 products by oneDNN instead of MKL, 1.1 to 1.3 x as fast on AMD and as exact; other
         # CPUs would take bf16 products, which `precision: bf16` asks for
@@ -64,7 +67,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         mixed_precision={"fp32": "no"}.get(precision, precision),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=settings.timeout_s)),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
     world_size = accelerator.num_processes
@@ -80,6 +83,15 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
             f"{world_size} processes = {share}; try {max(1, round(size / share)) * share}",
         )
     return accelerator
+
+
+def keep_freed_memory() -> None:
+    """Let the large tensors that one step frees serve the next: the C library gives them back to
+    the system and gets zeroed pages instead, 5 to 20 % of a step on a CPU (glibc; else nothing)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda parameter, value: None)
+    mmap_threshold, trim_threshold = -3, -1  # malloc.h
+    mallopt(mmap_threshold, 1 << 30)
+    mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def stop_all(message: str, accelerator: Accelerator) -> NoReturn:

@@ -46,7 +46,7 @@ def learn(side: str, minutes: float, config_path: str) -> subprocess.Popen:
 def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTraining:
     """The trainer itself, without evaluation on its way and with as many steps as fit."""
 
-    def run(steps: int) -> float:
+    def run(name: str, steps: int) -> float:
         settings = replace(
             config.train,
             max_steps=steps,
@@ -56,15 +56,16 @@ def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTr
             save_every=10**9,
         )
         start = time.process_time()
-        train(replace(config, run_dir=str(Path(folder) / str(steps)), train=settings))
+        train(replace(config, run_dir=str(Path(folder) / name), train=settings))
         return time.process_time() - start
 
     with TemporaryDirectory() as folder:
-        once, more = run(1), run(TRIAL_STEPS)
-        steps = int((60 * minutes - once) * (TRIAL_STEPS - 1) / (more - once))
-        seconds = run(steps)
+        run("warm-up", 1)
+        once, more = run("one", 1), run("some", TRIAL_STEPS)
+        steps = max(int((60 * minutes - once) * (TRIAL_STEPS - 1) / (more - once)), 1)
+        seconds = run("all", steps)
         print(f"ours: {steps} steps in {seconds / 60:.2f} minutes", file=sys.stderr)
-        return load_export(Path(folder) / str(steps) / "export")
+        return load_export(Path(folder) / "all" / "export")
 
 
 def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTraining:

@@ -15,7 +15,7 @@ from data_pipeline.config import PairsConfig
 from pretrain.attention import attend_groups, attend_padded
 from pretrain.config import ModelConfig
 from pretrain.export import hf_config, to_hf
-from pretrain.model import BertForPreTraining
+from pretrain.model import FILL, BertForPreTraining
 
 TINY = ModelConfig(
     hidden_size=32,
@@ -285,7 +285,9 @@ def test_without_masked_positions_the_mlm_loss_is_zero_and_gradients_are_finite(
 # --------------------------------------------------------------------------- nothing on padding
 
 
-def test_no_linear_layer_computes_on_padding(batch, vocabulary, monkeypatch) -> None:
+def test_no_linear_layer_computes_on_padding_but_to_the_next_multiple(
+    batch, vocabulary, monkeypatch
+) -> None:
     model = build(TINY, len(vocabulary)).eval()
     linear, rows = nn.functional.linear, []
 
@@ -299,7 +301,8 @@ def test_no_linear_layer_computes_on_padding(batch, vocabulary, monkeypatch) -> 
     masked = len(batch.masked_labels)
     assert tokens < sequences * batch.max_length and masked < tokens
     # query, key and value in one product, out, up and down; both products of both heads
-    wanted = [tokens] * 4 * TINY.num_hidden_layers + [masked] * 2 + [sequences] * 2
+    filled = -(-tokens // FILL) * FILL
+    wanted = [filled] * 4 * TINY.num_hidden_layers + [masked] * 2 + [sequences] * 2
     assert sorted(rows) == sorted(wanted)
     assert mlm_logits.shape == (masked, len(vocabulary))
 
@@ -308,7 +311,7 @@ def test_no_linear_layer_computes_on_padding(batch, vocabulary, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_attention_one_by_one_is_attention_in_padded_rows(dropout, batch) -> None:
+def test_attention_in_groups_is_attention_in_padded_rows(dropout, batch) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(len(batch.input_ids), 3, 2, 16, requires_grad=True)
     found = [attend(qkv, batch, dropout) for attend in (attend_groups, attend_padded)]
@@ -333,6 +336,7 @@ def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr("pretrain.model.attend", attend_padded)  # as on a GPU
+    monkeypatch.setattr("pretrain.model.FILL", 1)
     torch._dynamo.reset()
     counters.clear()
     plain, compiled = (build(replace(TINY, num_hidden_layers=3), len(vocabulary)) for _ in "ab")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -72,3 +73,22 @@ def test_a_rank_with_other_data_is_named_and_one_with_a_copy_is_not(
 def test_a_single_process_says_nothing_of_ranks(prepared: Path, tmp_path: Path, capsys) -> None:
     train_here(prepared, tmp_path, "train.max_steps=1", "train.warmup_steps=0")
     assert "ranks:" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what another C library does is its")
+def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
+    script = """
+import re, sys, torch
+from pathlib import Path
+from pretrain.start import keep_freed_memory
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+
+keep_freed_memory()
+before = resident()
+torch.ones(50 << 20)
+print(resident() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert 190 < int(done.stdout) < 250  # MB, of 200 that were freed
