@@ -14,7 +14,7 @@ from data_pipeline.batches import Batch
 from pretrain.dropout import dropout_noise
 
 GROUP_TOKENS = 1024  # of as many sequences as are of the longest in a batch
-MULTIPLE = 8  # that lengths of groups are of: a product of another shape costs four times as much
+MULTIPLE = 8  # that their lengths are of: the first product of a shape takes four times as long
 
 
 def attend(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:

@@ -133,8 +133,8 @@ class TrainConfig:
     """`fp32`, `bf16` (autocast), or `auto`: bf16 where the GPU or CPU multiplies it natively (on a
     CPU 1.4 to 1.6 x as fast), fp32 elsewhere."""
     compile: bool | None = None
-    """Whether torch.compile fuses the layers; null: on a GPU. A CPU gains 3-7 % for a minute of
-    compiling."""
+    """Whether torch.compile fuses the layers; null: on a GPU. A CPU gains nothing that a
+    measurement shows."""
     log_every: int = 10
     """Updates between lines of metrics.jsonl."""
     eval_every: int = 1000

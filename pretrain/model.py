@@ -1,9 +1,9 @@
 """batch -> **model** -> loss: BERT with its two pretraining heads (Devlin et al. 2018), plain
 torch.
 
-Sequences lie end to end, so no linear layer computes on padding, and the MLM head sees masked
-positions only. With the same weights it is transformers' `BertForPreTraining` (see `export.py` for
-the names).
+Sequences lie end to end, so no linear layer computes on padding (on a CPU a little, see `FILL`),
+and the MLM head sees masked positions only. With the same weights it is transformers'
+`BertForPreTraining` (see `export.py` for the names).
 
 Shapes: B sequences, S tokens of the longest, T tokens in all, M masked positions, D hidden, H
 heads, V vocabulary.
@@ -27,7 +27,9 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-FILL = 64  # a CPU computes on so many tokens, or twice, or three times ...
+# A CPU computes on a multiple of so many tokens: oneDNN compiles a product for each new shape, a
+# sixth of a small model's step on two threads.
+FILL = 64
 
 
 class Embeddings(nn.Module):
@@ -128,7 +130,7 @@ class BertForPreTraining(nn.Module):
         """The last hidden state of every token: (T, D)."""
         x = self.embeddings(batch)
         tokens = len(x)
-        if x.device.type == "cpu":  # which makes its products ready for each shape anew
+        if x.device.type == "cpu":
             x = F.pad(x, (0, 0, 0, -tokens % FILL))
         for layer in self.layers:
             if self.gradient_checkpointing:

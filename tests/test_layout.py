@@ -15,8 +15,8 @@ ORDER = {
     "data_pipeline": """errors config hashing processes python_docs corpus selection sentences words
         vocab existing_vocab vocab_report token_store prepare pairs masking batches audit
         report __main__""".split(),
-    "pretrain": """config loss model sharding optim metrics evaluate monitor checkpoint tracking
-        export start train plan __main__""".split(),
+    "pretrain": """config dropout attention loss model sharding optim metrics evaluate monitor
+        checkpoint tracking export start train plan __main__""".split(),
 }
 RANKS = {
     f"{package}.{name}": rank
