@@ -53,6 +53,14 @@ def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
     return 3 * 2 * (model.num_hidden_layers * layer + heads)
 
 
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process. More after the first steps and the first
+    evaluation than at them would mean that other shapes have it compile again."""
+    from torch._dynamo.utils import counters  # seconds, for those only who compile
+
+    return counters["stats"]["unique_graphs"]
+
+
 def peak_flops(device: torch.device) -> float | None:
     """What MFU is a share of: the card's dense bf16 operations a second; None if unknown."""
     if device.type != "cuda":

@@ -21,7 +21,7 @@ from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, 
 from pretrain.config import Config, Phase, phase_at, phases_of
 from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import export_checkpoint
-from pretrain.metrics import Clock, count_flops, peak_flops, tally, to_metrics
+from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, tally, to_metrics
 from pretrain.monitor import Monitor
 from pretrain.optim import build_optimizers, learning_rate
 from pretrain.sharding import clip_gradients, no_sync, wrap_model
@@ -68,7 +68,8 @@ def train(config: Config) -> None:
     bare = build_model(config, len(vocabulary))
     if checkpoint:
         load_model(checkpoint, bare)
-    if settings.compile or (settings.compile is None and device.type == "cuda"):
+    compiled = device.type == "cuda" if settings.compile is None else settings.compile
+    if compiled:
         bare.compile_layers()
     model = wrap_model(bare, accelerator)
     optimizers = build_optimizers(bare, settings)
@@ -126,6 +127,8 @@ def train(config: Config) -> None:
         if done % settings.log_every == 0 or ended:
             metrics = to_metrics(window, "train", config.data.objective) | clock.speed()
             metrics |= {"train/learning_rate": rate, "train/grad_norm": grad_norm}
+            if compiled:
+                metrics["perf/compiled_graphs"] = compiled_graphs()
             metrics |= monitor.judge(done, metrics, window[-1].item())
             window.zero_()
             if main:

@@ -146,6 +146,21 @@ def test_gradient_checkpointing_gives_the_same_bits_and_keeps_no_insides_of_laye
     assert (alive, alive_2, computed, computed_2) == (3, 0, 3, 6)
 
 
+def test_a_compiled_run_is_the_plain_one_and_records_its_graphs_which_do_not_grow(
+    prepared: Path, straight: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(BertForPreTraining.compile_layers, "__defaults__", ("eager",))
+    torch._dynamo.reset()
+    settings = ("train.compile=true", "train.log_every=1", "train.eval_every=100")
+    train_here(prepared, tmp_path, *settings)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    graphs = [line["perf/compiled_graphs"] for line in lines if "train/loss" in line]
+    assert graphs[0] > 0 and len(graphs) > 4 and len(set(graphs)) == 1
+    plain, found = newest(straight), newest(tmp_path)
+    for name in plain:
+        torch.testing.assert_close(found[name], plain[name], rtol=1e-3, atol=1e-4)
+
+
 def test_a_run_may_go_on_with_gradient_checkpointing(
     prepared: Path, straight: Path, tmp_path: Path
 ) -> None:
