@@ -33,6 +33,7 @@ def command(root: Path, run_dir: Path, *overrides: str, processes: int = 1) -> l
     launch = [sys.executable]
     if processes > 1:
         launch += ["-m", "accelerate.commands.launch", "--config_file", str(CPU_2)]
+        launch += ["--num_processes", str(processes)]
     return [*launch, "-m", "pretrain", str(root / "config.yaml"), f"run_dir={run_dir}", *overrides]
 
 
@@ -104,18 +105,19 @@ def test_a_step_has_one_gradient_however_it_is_divided(prepared: Path, tmp_path:
         assert (other - gradients[0]).norm() / gradients[0].norm() < 1e-6
 
 
-def test_two_processes_draw_what_one_would(prepared: Path, tmp_path: Path) -> None:
-    """With dropout, and four micro-batches a step in both: losses of the whole run within 1e-5."""
+def test_two_and_four_processes_draw_what_one_would(prepared: Path, tmp_path: Path) -> None:
+    """With dropout, and four micro-batches a step in all: losses of the whole run within 1e-5."""
     runs = []
-    for processes in (1, 2):
+    for processes in (1, 2, 4):
         run_dir = tmp_path / str(processes)
         done = run(prepared, run_dir, "train.micro_batch_size=4", processes=processes)
         assert done.returncode == 0, done.stderr
         runs.append(metrics(run_dir))
-    for one, two in zip(*runs, strict=True):
-        assert one.keys() == two.keys()
-        assert all(abs(one[name] - two[name]) < 1e-5 * max(1, abs(one[name])) for name in one)
-    assert "2 x cpu" in done.stdout
+    for one, *others in zip(*runs, strict=True):
+        for other in others:
+            assert one.keys() == other.keys()
+            assert all(abs(one[k] - other[k]) < 1e-5 * max(1, abs(one[k])) for k in one)
+    assert "4 x cpu" in done.stdout
 
 
 def test_a_run_learns(prepared: Path, tmp_path: Path) -> None:
