@@ -8,6 +8,7 @@ import torch
 
 from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
+from pretrain.attention import lay_out
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import TALLY, Clock, count_flops, tally, to_metrics
 from pretrain.model import BertForPreTraining
@@ -317,9 +318,13 @@ def test_a_tally_keeps_no_graph() -> None:
 # -------------------------------------------------------------------------------------- speed
 
 
-def test_counted_operations_are_those_that_the_step_does(store) -> None:
+def test_counted_operations_are_those_of_a_step_without_any_padding(store, monkeypatch) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
+    monkeypatch.setattr("pretrain.model.FILL", 1)
+    monkeypatch.setattr("pretrain.attention.MULTIPLE", 1)
+    monkeypatch.setattr("pretrain.attention.GROUP_TOKENS", 1)  # each sequence by itself
+    lay_out.cache_clear()
     config = replace(TINY, hidden_size=32, intermediate_size=48, attention_probs_dropout_prob=0.0)
     model = BertForPreTraining(config, len(store.vocabulary))
     batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 6)
