@@ -13,7 +13,7 @@ from torch import Tensor
 from data_pipeline.batches import Batch
 from pretrain.dropout import dropout_noise
 
-GROUP_TOKENS = 1024  # of as many sequences as are of the longest in a batch
+GROUP_TOKENS = 960  # at most, all of the longest of a batch; one of 512 tokens is enough work alone
 MULTIPLE = 8  # that their lengths are of: the first product of a shape takes four times as long
 
 

@@ -53,12 +53,12 @@ def test_every_token_has_a_place_of_its_own_in_the_row_of_its_sequence(lengths) 
 
 
 @pytest.mark.parametrize("filler", [0, 7])
-@pytest.mark.parametrize("group_tokens", [1, 18, 1024])  # groups of one, of two, of all
+@pytest.mark.parametrize("group_tokens", [1, 18, 960])  # groups of one, of two, of all
 def test_attention_in_groups_is_attention_by_the_book(filler, group_tokens, monkeypatch) -> None:
     monkeypatch.setattr(attention, "GROUP_TOKENS", group_tokens)
     lay_out.cache_clear()
     layout, qkv = lay_out(LENGTHS), tokens(3, 2, 4).requires_grad_()
-    assert len(layout.groups) == {1: 6, 18: 3, 1024: 1}[group_tokens]
+    assert len(layout.groups) == {1: 6, 18: 3, 960: 1}[group_tokens]
     found = AttendGroups.apply(F.pad(qkv, (0, 0, 0, 0, 0, 0, 0, filler)), layout, 0.0)
     assert len(found) == len(qkv) + filler and (found[len(qkv) :] == 0).all()
     found, wanted = found[: len(qkv)], plain(qkv)
