@@ -59,26 +59,30 @@ class Layout:
     """The sequences of a batch in groups: few products, and in them alone a little padding."""
 
     groups: list[Group]
-    sizes: list[int]  # of each, in padded tokens
     places: Tensor  # (T,) of each token among all padded ones
+
+    @property
+    def sizes(self) -> list[int]:
+        """Padded tokens of each group."""
+        return [group.count * group.length for group in self.groups]
 
 
 @lru_cache(maxsize=1)  # the layers of a model ask for the same, one after the other
 def lay_out(lengths: tuple[int, ...]) -> Layout:
     """Sequences of these lengths in groups, as many in each but the last."""
     ends, order = torch.tensor(lengths).sort()
-    starts, groups, sizes = torch.empty_like(order), [], []
+    starts, groups, size = torch.empty_like(order), [], 0
     count = max(GROUP_TOKENS // max(lengths), 1)
     for numbers, some in zip(order.split(count), ends.split(count), strict=True):
         length = -(-int(some[-1]) // MULTIPLE) * MULTIPLE
         beyond = torch.arange(length) >= some[:, None]
         bias = torch.zeros(beyond.shape).masked_fill_(beyond, -torch.inf)[:, None, None]
-        starts[numbers] = sum(sizes) + length * torch.arange(len(numbers))
+        starts[numbers] = size + length * torch.arange(len(numbers))
         groups.append(Group(len(numbers), length, bias if beyond.any() else None))
-        sizes.append(len(numbers) * length)
+        size += len(numbers) * length
     ends = torch.tensor(lengths)
     shift = starts - (ends.cumsum(0) - ends)
-    return Layout(groups, sizes, shift.repeat_interleave(ends) + torch.arange(sum(lengths)))
+    return Layout(groups, shift.repeat_interleave(ends) + torch.arange(sum(lengths)))
 
 
 @torch.compiler.disable
@@ -93,9 +97,8 @@ class AttendGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
         heads, width = qkv.shape[2:]
-        tokens = len(layout.places)  # qkv may go on with filler
         padded = qkv.new_zeros(sum(layout.sizes), 3, heads, width)
-        padded.index_copy_(0, layout.places, qkv[:tokens])
+        padded.index_copy_(0, layout.places, qkv[: len(layout.places)])  # without the filler
         out, kept = [], []
         for group, rows in zip(layout.groups, padded.split(layout.sizes), strict=True):
             x = rows.unflatten(0, (group.count, group.length)).permute(2, 0, 3, 1, 4)

@@ -131,7 +131,7 @@ class TrainConfig:
     same numbers in less memory, a third more compute."""
     precision: str = "auto"
     """`fp32`, `bf16` (autocast), or `auto`: bf16 where the GPU or CPU multiplies it natively (on a
-    CPU 1.4 to 1.6 x as fast), fp32 elsewhere."""
+    CPU 1.6 to 1.8 x as fast), fp32 elsewhere."""
     compile: bool | None = None
     """Whether torch.compile fuses the layers; null: on a GPU. A CPU gains nothing that a
     measurement shows."""
