@@ -5,14 +5,10 @@ file, a share of a dataset); reading a piece gives its documents, one `str` each
 source are all that a worker needs to know.
 """
 
-import bz2
 import codecs
 import csv
-import gzip
 import hashlib
-import io
 import json
-import lzma
 import os
 import re
 from collections.abc import Iterator
@@ -24,6 +20,7 @@ import numpy as np
 
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, to_list
 from data_pipeline.errors import UserError
+from data_pipeline.files import OPENERS, guess, is_mostly_nul, open_bytes, open_file, read
 
 PIECE_BYTES = 16 << 20  # of a plain file: what one worker reads at a time
 BLOCK_BYTES = 1 << 20
@@ -32,20 +29,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 BLANK_LINES = re.compile(r"\n\s*\n")
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 LAYOUTS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}  # by suffix
 LAYOUTS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow")}
-MARKS = {  # first bytes of what is often taken for text
-    b"\xff\xfe\0\0": "encoding=utf-32",
-    b"\xff\xfe": "encoding=utf-16",
-    b"\xfe\xff": "encoding=utf-16",
-    b"\x1f\x8b": ".gz",
-    b"BZh": ".bz2",
-    b"\xfd7zXZ": ".xz",
-    b"\x28\xb5\x2f\xfd": ".zst",
-    b"PAR1": ".parquet",
-    b"ARROW1": ".arrow",
-}
 
 
 @dataclass(frozen=True)
@@ -272,11 +257,6 @@ def read_text(piece: Piece, source: SourceConfig) -> Iterator[str]:
                 return
 
 
-def is_mostly_nul(block: bytes) -> bool:
-    """Whether `block` has the NUL bytes of UTF-16, or of a program, and not a stray few."""
-    return len(block) >= 64 and block.count(0) > len(block) // 4
-
-
 def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: bytes) -> UserError:
     """The error for a byte of a file that is not in its encoding; `seen` is the text around."""
     with open_bytes(path) as file:
@@ -292,41 +272,6 @@ def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: by
     else:
         advice += "take it out of corpus.files, or set corpus.encoding or corpus.errors=replace"
     return UserError(f"{path}: byte {offset} is not {source.encoding} ({reason}); {advice}")
-
-
-def guess(head: bytes, seen: bytes) -> str:
-    """What a file is whose bytes are not UTF-8, from its first bytes and some that are at fault."""
-    for mark, name in MARKS.items():
-        if head.startswith(mark):
-            return name
-    if is_mostly_nul(seen):
-        even, odd = seen[::2].count(0), seen[1::2].count(0)
-        if max(even, odd) > 10 * min(even, odd):
-            return "encoding=utf-16-" + ("le" if odd > even else "be")
-        return "binary data"
-    if sum(map(seen.count, (*range(1, 9), *range(14, 32)))) > len(seen) // 100:
-        return "binary data"
-    text = seen.decode("utf-8", "replace")
-    above = [c for c in text if c > "\x7f"]
-    if above.count("\ufffd") * 2 < len(above):
-        return "UTF-8 with errors"
-    if is_gb18030(seen):
-        return "encoding=gb18030"
-    if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
-        return "UTF-8 with errors"  # three bytes in a row make no sense in Latin-1
-    if len(above) * 2 > len(text):
-        return "binary data, or text in an encoding unknown here"
-    return "encoding=" + ("cp1252" if re.search(rb"[\x80-\x9f]", seen) else "latin-1")
-
-
-def is_gb18030(seen: bytes) -> bool:
-    """Whether bytes read as GB18030 give mostly the 3,755 common characters (rows 16 to 55)."""
-    try:
-        text = codecs.getincrementaldecoder("gb18030")().decode(seen)
-    except UnicodeDecodeError:
-        return False
-    codes = [c.encode("gb18030") for c in text if "\u4e00" <= c <= "\u9fff"]
-    return sum(0xB0 <= c[0] <= 0xD7 and c[1] > 0xA0 for c in codes) * 2 > max(len(codes), 6)
 
 
 def sound(text: str) -> str:
@@ -421,67 +366,6 @@ def read_table(piece: Piece, source: SourceConfig) -> Iterator[str]:
 def one_document(text: str) -> str:
     """`text` made sound, without the blank lines that elsewhere would divide it."""
     return BLANK_LINES.sub("\n", sound(text))
-
-
-class ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a .zst file; raises `EOFError` if it was cut off, which
-    zstandard's own reader takes for the end."""
-
-    def __init__(self, file: BinaryIO):
-        import zstandard
-
-        self.file, self.new_frame = file, zstandard.ZstdDecompressor().decompressobj
-        self.frame, self.packed, self.ready = self.new_frame(), b"", memoryview(b"")
-        self.inside = False  # a frame
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        while not self.ready:
-            self.packed = self.packed or self.file.read(1 << 17)
-            if not self.packed:
-                if self.inside:
-                    raise EOFError("it ends before its last frame does")
-                return 0
-            self.ready, self.inside = memoryview(self.frame.decompress(self.packed)), True
-            self.packed = b""
-            if self.frame.eof:
-                self.packed, self.frame = self.frame.unused_data, self.new_frame()
-                self.inside = False
-        n = min(len(buffer), len(self.ready))
-        buffer[:n], self.ready = self.ready[:n], self.ready[n:]
-        return n
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
-
-
-def open_file(path: str) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except PermissionError:
-        raise UserError(f"corpus file {path} may not be read; check its permissions") from None
-
-
-def open_bytes(path: str) -> BinaryIO:
-    """The (decompressed) bytes of a file; a plain file can seek."""
-    suffix, file = os.path.splitext(path)[1], open_file(path)
-    if suffix == ".zst":
-        return io.BufferedReader(ZstdFile(file), BLOCK_BYTES)
-    return OPENERS[suffix](file) if suffix in OPENERS else file
-
-
-def read(file: BinaryIO, size: int, path: str) -> bytes:
-    try:
-        return file.read(size)
-    except (EOFError, OSError, lzma.LZMAError, ValueError) as error:
-        raise UserError(f"{path} is damaged or not what its name says: {error}") from None
-    except Exception as error:  # zstandard's own error class, without importing it here
-        if type(error).__module__.startswith("zstandard") or "Zstd" in type(error).__name__:
-            raise UserError(f"{path} is damaged or not what its name says: {error}") from None
-        raise
 
 
 def open_dataset(wanted: DatasetConfig):

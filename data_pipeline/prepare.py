@@ -11,57 +11,26 @@ import hashlib
 import json
 import os
 import shutil
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
-from data_pipeline.corpus import (
-    Piece,
-    Rejects,
-    is_held_out,
-    left_out,
-    list_pieces,
-    name_source,
-    text_hash,
-)
+from data_pipeline.corpus import Piece, left_out, list_pieces, name_source
+from data_pipeline.encode import SPLITS, encode_scan, hash_file, merge_counts, scan_piece
 from data_pipeline.errors import UserError
 from data_pipeline.existing_vocab import make_vocabulary, read_existing
 from data_pipeline.processes import Task, locked, run_tasks, written_beside
-from data_pipeline.selection import (
-    Selection,
-    find_earlier,
-    hash_piece,
-    needs_selection,
-    read_selected,
-    select,
-)
-from data_pipeline.sentences import sentence_splitter, split_sentences
+from data_pipeline.selection import Selection, find_earlier, hash_piece, needs_selection, select
+from data_pipeline.sentences import sentence_splitter
 from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
-from data_pipeline.vocab import WordCounts, build_normalizer, build_tokenizer, write_tokenizer
+from data_pipeline.vocab import write_tokenizer
 from data_pipeline.vocab_report import print_report, report_vocabulary
-from data_pipeline.words import (
-    END,
-    UnitIndex,
-    WordIndex,
-    WordSplitter,
-    load_segmenter,
-    number_units,
-    number_words,
-)
+from data_pipeline.words import load_segmenter
 
-SPLITS = ("train", "held_out")
 SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
-BATCH_CHARACTERS = 1 << 17  # of sentences that are numbered together: what a cache holds
-BATCH_SENTENCES = 1 << 12  # that are encoded together, or numbered at most
-BATCH_WORDS = 1 << 20  # whose starts are packed together
-SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a split, with types
 
 
 def prepare(
@@ -282,210 +251,6 @@ def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> 
             f"{pieces[0].layout}). Set corpus.layout if documents are divided otherwise, add "
             f"text, or set data.objective=sop or none"
         )
-
-
-# ---------------------------------------------------------------------------------- scan
-
-
-def scan_piece(
-    piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
-) -> None:
-    """Write the words of what is selected of a piece, numbered as they appear, to folder `out`.
-
-    `words.txt` (word i on line i), `stats.json`, and for each split `words.u4`, `sentences.i4`
-    (words in each), `documents.i4` (sentences in each) and `counts.npy` (of each word); where
-    `corpus.words` names a segmenter also `units.u1` (whether a masking unit starts at each word).
-    """
-    source, rejects, corpus_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
-    split = sentence_splitter(source.language, source.sentences)
-    segment = load_segmenter(source.words)
-    selected.open()
-    splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
-    numbering = partial(number_words, split=splitter, index=index)
-    if segment:
-        numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
-    with written_beside(out, shared=True) as folder:
-        writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
-        size = 0
-        for document in read_selected(piece, source, selected.hashes, rejects):
-            data = document.encode("utf-8", "replace")
-            size += len(data)
-            corpus_hash.update(data + b"\0")
-            number = text_hash(data)
-            held_out = is_held_out(number, corpus.held_out)
-            document, copies = selected.take(document, number, held_out, rejects)
-            sentences = list(split_sentences(document, split))
-            for _ in range(copies):
-                writers[SPLITS[held_out]].add(sentences)
-            if copies and not sentences:
-                rejects.add("without words")
-        stats = {name: writer.close() for name, writer in writers.items()}
-        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": corpus_hash.hexdigest()}
-        (folder / "words.txt").write_bytes(b"\n".join(index))
-        for split in SPLITS:
-            counts = count_words(folder / split / "words.u4", len(index))
-            np.save(folder / split / "counts.npy", counts)
-        (folder / "stats.json").write_text(json.dumps(stats))
-
-
-class WordWriter:
-    """Sentences of documents -> word numbers on disk, a batch at a time; knows what it has
-    written."""
-
-    def __init__(self, folder: Path, number: Callable[[list[str]], tuple[np.ndarray, ...]]):
-        folder.mkdir()
-        self.folder, self.number = folder, number
-        self.sentences: list[str] = []
-        self.sizes: list[int] = []  # sentences of each waiting document
-        self.waiting = 0  # characters
-        self.stats = {"documents": 0, "sentences": 0, "words": 0}
-
-    def add(self, sentences: list[str]) -> bool:
-        """Take a document; False if it has no sentence."""
-        self.sentences += sentences
-        self.sizes.append(len(sentences))
-        self.waiting += sum(map(len, sentences))
-        if self.waiting > BATCH_CHARACTERS:
-            self.flush()
-        return bool(sentences)
-
-    def flush(self) -> None:
-        firsts = range(0, len(self.sentences) or 1, BATCH_SENTENCES)  # a document may be huge
-        parts = [self.number(self.sentences[i : i + BATCH_SENTENCES]) for i in firsts]
-        numbers, words, *starts = map(np.concatenate, zip(*parts, strict=True))
-        document = np.repeat(np.arange(len(self.sizes)), self.sizes)[words > 0]
-        sizes = np.bincount(document, minlength=len(self.sizes))
-        arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
-        for name, values in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
-            with open(self.folder / name, "ab") as file:
-                values.astype("<" + name[-2:], copy=False).tofile(file)
-        for name, number in (
-            ("documents", np.count_nonzero(sizes)),
-            ("sentences", np.count_nonzero(words)),
-            ("words", len(numbers)),
-        ):
-            self.stats[name] += int(number)
-        self.sentences, self.sizes, self.waiting = [], [], 0
-
-    def close(self) -> dict[str, int]:
-        self.flush()
-        return self.stats
-
-
-def count_words(path: Path, n: int) -> np.ndarray:
-    """How often each number below `n` is in a file of uint32: int64 (n,)."""
-    counts = np.zeros(n, np.int64)
-    with open(path, "rb") as file:
-        while len(words := np.fromfile(file, "<u4", BATCH_WORDS)):
-            counts += np.bincount(words, minlength=n)
-    return counts
-
-
-def merge_counts(scans: list[Path], split: str) -> WordCounts:
-    """How often each word occurs in one split of all pieces, taken in their order."""
-    total = WordCounts()
-    for scan in scans:
-        words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-        counts = np.load(scan / split / "counts.npy")
-        found = np.flatnonzero(counts)
-        total.add(zip((words[i] for i in found), counts[found].tolist(), strict=True))
-    return total
-
-
-# ---------------------------------------------------------------------------------- encode
-
-
-def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> None:
-    """Write the token arrays of a scanned piece, for both splits, to folder `out`, and what the
-    manifest says of them: `entries.json`."""
-    pieces = read_vocabulary(vocab_dir).pieces
-    tokenize = build_tokenizer(pieces, vocab).model.tokenize
-    words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-    ids, ends = array("I"), array("I", [0])  # word 0 is the end of a sentence
-    for word in words[1:]:
-        ids.extend([token.id for token in tokenize(word)])
-        ends.append(len(ids))
-    table, ends = np.array(ids, dtype_of(len(pieces))), np.array(ends, np.int32)
-    lengths = np.diff(ends, prepend=np.int32(0))
-    starts = ends - lengths
-    with written_beside(out, shared=True) as folder:
-        for split in SPLITS:
-            encode_split(scan / split, folder / split, table, starts, lengths)
-        entries = {s: describe_shard(folder / s) for s in SPLITS if (folder / s).exists()}
-        (folder / "entries.json").write_text(json.dumps(entries))
-
-
-def describe_shard(folder: Path) -> dict:
-    """Sizes and hashes of the arrays of a shard, for the manifest."""
-    tokens, sentences, documents = (
-        len(np.load(folder / f"{name}.npy", mmap_mode="r"))
-        for name in ("tokens", "sentence_offsets", "document_offsets")
-    )
-    return {
-        "tokens": tokens,
-        "sentences": sentences - 1,
-        "documents": documents - 1,
-        "sha256": {path.name: hash_file(path) for path in sorted(folder.iterdir())},
-    }
-
-
-def hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.ndarray) -> None:
-    sizes = np.fromfile(scan / "documents.i4", "<i4")
-    if not len(sizes):
-        return
-    out.mkdir()
-    words = np.memmap(scan / "words.u4", "<u4", "r")
-    sentences = np.fromfile(scan / "sentences.i4", "<i4")
-    edges = np.zeros(len(sentences) + 1, np.int64)  # of sentences, in words
-    np.cumsum(sentences, out=edges[1:])
-    bounds = [*range(0, len(sentences), BATCH_SENTENCES), len(sentences)]
-    offsets = np.zeros(len(sentences) + 1, np.int64)  # the same in tokens
-    for a, b in pairwise(bounds):
-        n = lengths[words[edges[a] : edges[b]]]
-        offsets[a + 1 : b + 1] = np.add.reduceat(n, edges[a:b] - edges[a])
-    np.cumsum(offsets, out=offsets)
-    tokens = np.lib.format.open_memmap(out / "tokens.npy", "w+", table.dtype, (int(offsets[-1]),))
-    for a, b in pairwise(bounds):
-        part = words[edges[a] : edges[b]]
-        n = lengths[part]
-        source = np.repeat(starts[part] - (np.cumsum(n, dtype=np.int32) - n), n)
-        source += np.arange(len(source), dtype=np.int32)
-        tokens[offsets[a] : offsets[b]] = table[source]
-    tokens.flush()
-    if (scan / "units.u1").exists():
-        units = np.memmap(scan / "units.u1", "?", "r")
-        write_word_starts(out / "word_starts.npy", len(tokens), words, units, lengths)
-    np.save(out / "sentence_offsets.npy", offsets)
-    np.save(out / "document_offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
-
-
-def write_word_starts(
-    path: Path, n_tokens: int, words: np.ndarray, units: np.ndarray, lengths: np.ndarray
-) -> None:
-    """One bit a token, the lowest of a byte first: whether a masking unit starts there.
-
-    `units` bool (len(words),): whether one starts at each word; `lengths`: tokens of each number.
-    """
-    bits = np.lib.format.open_memmap(path, "w+", np.uint8, ((n_tokens + 7) // 8,))
-    first = 0
-    for i in range(0, len(words), BATCH_WORDS):
-        n = lengths[words[i : i + BATCH_WORDS]]
-        ends = first % 8 + np.cumsum(n)
-        is_start = np.zeros(ends[-1], bool)
-        is_start[(ends - n)[units[i : i + BATCH_WORDS]]] = True
-        packed = np.packbits(is_start, bitorder="little")
-        bits[first // 8 : first // 8 + len(packed)] |= packed
-        first += int(n.sum())
-    bits.flush()
-
-
-def dtype_of(vocab_size: int) -> type:
-    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 def describe_sources(

@@ -22,9 +22,10 @@ from tokenizers import Tokenizer
 from data_pipeline.batches import BatchSource
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.corpus import sound
+from data_pipeline.encode import SPLITS, write_word_starts
 from data_pipeline.errors import UserError
 from data_pipeline.pairs import SPECIALS
-from data_pipeline.prepare import SPLITS, prepare, write_word_starts
+from data_pipeline.prepare import prepare
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import TokenStore, read_vocabulary
 from data_pipeline.vocab import build_normalizer, build_tokenizer
@@ -254,7 +255,7 @@ def test_bits_do_not_depend_on_how_many_are_packed_at_once(tmp_path: Path, monke
     draw = np.random.default_rng(batch)
     lengths, words = np.array([0, 1, 2, 9]), draw.integers(1, 4, 100)
     units = draw.random(100) < 0.5
-    monkeypatch.setattr("data_pipeline.prepare.BATCH_WORDS", batch)
+    monkeypatch.setattr("data_pipeline.encode.BATCH_WORDS", batch)
     n = int(lengths[words].sum())
     write_word_starts(tmp_path / "bits.npy", n, words, units, lengths)
     expected = [u and i == 0 for w, u in zip(words, units, strict=True) for i in range(lengths[w])]

@@ -131,9 +131,9 @@ def test_the_order_of_files_changes_the_order_of_documents_only(files, tmp_path)
 
 @pytest.mark.parametrize("batch", [1, 3, 7])
 def test_batches_leave_no_trace(files, tmp_path: Path, monkeypatch, uninterrupted, batch: int):
-    monkeypatch.setattr("data_pipeline.prepare.BATCH_SENTENCES", batch)
-    monkeypatch.setattr("data_pipeline.prepare.BATCH_WORDS", batch)
-    monkeypatch.setattr("data_pipeline.prepare.BATCH_CHARACTERS", 100 * batch)
+    monkeypatch.setattr("data_pipeline.encode.BATCH_SENTENCES", batch)
+    monkeypatch.setattr("data_pipeline.encode.BATCH_WORDS", batch)
+    monkeypatch.setattr("data_pipeline.encode.BATCH_CHARACTERS", 100 * batch)
     prepare(config_of(files, tmp_path / "data"), workers=1)
     assert contents(tmp_path / "data") == uninterrupted
 
@@ -148,11 +148,12 @@ def test_two_workers_write_the_bytes_of_one(files, uninterrupted, tmp_path: Path
 
 KILLED = """
 import os, signal, sys
-from data_pipeline import prepare
+from data_pipeline import encode, prepare
 from data_pipeline.__main__ import main
 
 name, calls, sys.argv[1:] = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-real = getattr(prepare, name)
+module = encode if hasattr(encode, name) else prepare
+real = getattr(module, name)
 
 def killed(*args, **kwargs):
     global calls
@@ -161,7 +162,7 @@ def killed(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args, **kwargs)
 
-setattr(prepare, name, killed)
+setattr(module, name, killed)
 main()
 """
 

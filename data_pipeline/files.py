@@ -1,0 +1,127 @@
+"""The bytes of a **corpus** file, compressed or not, and what they are if they are not text."""
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import os
+import re
+from typing import BinaryIO
+
+from data_pipeline.errors import UserError
+
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+BUFFER_BYTES = 1 << 20
+MARKS = {  # first bytes of what is often taken for text
+    b"\xff\xfe\0\0": "encoding=utf-32",
+    b"\xff\xfe": "encoding=utf-16",
+    b"\xfe\xff": "encoding=utf-16",
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+}
+
+
+class ZstdFile(io.RawIOBase):
+    """The decompressed bytes of a .zst file; raises `EOFError` if it was cut off, which
+    zstandard's own reader takes for the end."""
+
+    def __init__(self, file: BinaryIO):
+        import zstandard
+
+        self.file, self.new_frame = file, zstandard.ZstdDecompressor().decompressobj
+        self.frame, self.packed, self.ready = self.new_frame(), b"", memoryview(b"")
+        self.inside = False  # a frame
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.ready:
+            self.packed = self.packed or self.file.read(1 << 17)
+            if not self.packed:
+                if self.inside:
+                    raise EOFError("it ends before its last frame does")
+                return 0
+            self.ready, self.inside = memoryview(self.frame.decompress(self.packed)), True
+            self.packed = b""
+            if self.frame.eof:
+                self.packed, self.frame = self.frame.unused_data, self.new_frame()
+                self.inside = False
+        n = min(len(buffer), len(self.ready))
+        buffer[:n], self.ready = self.ready[:n], self.ready[n:]
+        return n
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def open_file(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except PermissionError:
+        raise UserError(f"corpus file {path} may not be read; check its permissions") from None
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """The (decompressed) bytes of a file; a plain file can seek."""
+    suffix, file = os.path.splitext(path)[1], open_file(path)
+    if suffix == ".zst":
+        return io.BufferedReader(ZstdFile(file), BUFFER_BYTES)
+    return OPENERS[suffix](file) if suffix in OPENERS else file
+
+
+def read(file: BinaryIO, size: int, path: str) -> bytes:
+    try:
+        return file.read(size)
+    except (EOFError, OSError, lzma.LZMAError, ValueError) as error:
+        raise UserError(f"{path} is damaged or not what its name says: {error}") from None
+    except Exception as error:  # zstandard's own error class, without importing it here
+        if type(error).__module__.startswith("zstandard") or "Zstd" in type(error).__name__:
+            raise UserError(f"{path} is damaged or not what its name says: {error}") from None
+        raise
+
+
+def is_mostly_nul(block: bytes) -> bool:
+    """Whether `block` has the NUL bytes of UTF-16, or of a program, and not a stray few."""
+    return len(block) >= 64 and block.count(0) > len(block) // 4
+
+
+def guess(head: bytes, seen: bytes) -> str:
+    """What a file is whose bytes are not UTF-8, from its first bytes and some that are at fault."""
+    for mark, name in MARKS.items():
+        if head.startswith(mark):
+            return name
+    if is_mostly_nul(seen):
+        even, odd = seen[::2].count(0), seen[1::2].count(0)
+        if max(even, odd) > 10 * min(even, odd):
+            return "encoding=utf-16-" + ("le" if odd > even else "be")
+        return "binary data"
+    if sum(map(seen.count, (*range(1, 9), *range(14, 32)))) > len(seen) // 100:
+        return "binary data"
+    text = seen.decode("utf-8", "replace")
+    above = [c for c in text if c > "\x7f"]
+    if above.count("\ufffd") * 2 < len(above):
+        return "UTF-8 with errors"
+    if is_gb18030(seen):
+        return "encoding=gb18030"
+    if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
+        return "UTF-8 with errors"  # three bytes in a row make no sense in Latin-1
+    if len(above) * 2 > len(text):
+        return "binary data, or text in an encoding unknown here"
+    return "encoding=" + ("cp1252" if re.search(rb"[\x80-\x9f]", seen) else "latin-1")
+
+
+def is_gb18030(seen: bytes) -> bool:
+    """Whether bytes read as GB18030 give mostly the 3,755 common characters (rows 16 to 55)."""
+    try:
+        text = codecs.getincrementaldecoder("gb18030")().decode(seen)
+    except UnicodeDecodeError:
+        return False
+    codes = [c.encode("gb18030") for c in text if "\u4e00" <= c <= "\u9fff"]
+    return sum(0xB0 <= c[0] <= 0xD7 and c[1] > 0xA0 for c in codes) * 2 > max(len(codes), 6)
