@@ -21,9 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import bench_peers
 import torch
 from accelerate import Accelerator
+from bench_figures import ROOT, quiet, show
 
 from data_pipeline.batches import BatchSource
-from data_pipeline.config import load_config
+from data_pipeline.config import DataConfig, load_config
+from data_pipeline.errors import UserError
+from data_pipeline.prepare import prepare
 from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
@@ -36,10 +39,32 @@ PEER_EXAMPLES = 40_000  # it does not see as many in 20 minutes
 TRIAL_STEPS = 20  # of ours, that say how many fit into the minutes
 
 
+def measure_learning(config: DataConfig, path: str, minutes: float) -> None:
+    """The held-out losses of both sides after as many minutes of a core each, side by side."""
+    with quiet():
+        prepare(config)
+    sides = [learn(side, minutes, path) for side in ("ours", "peer")]
+    found = []
+    for side in sides:
+        out, _ = side.communicate()
+        if side.returncode:
+            raise UserError("learning stopped; its errors are above")
+        fields = (field.split("=") for field in out.splitlines()[-1].split())
+        found.append({name: float(value) for name, value in fields})
+    for name in ("mlm_loss", "mlm_accuracy", "nsp_accuracy"):
+        show(
+            f"held-out {name} after {minutes:g} minutes of a core, against transformers",
+            "nats" if name == "mlm_loss" else "share",
+            "ours <= peer - 0.5" if name == "mlm_loss" else "",
+            *([side[f"eval/{name}"]] for side in found),
+            smaller_is_better=name == "mlm_loss",
+        )
+
+
 def learn(side: str, minutes: float, config_path: str) -> subprocess.Popen:
     """One side in a process of its own, whose last line is its held-out metrics."""
     command = [sys.executable, __file__, side, str(minutes), config_path, "train.precision=bf16"]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 

@@ -14,16 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
+from bench_figures import ROOT, quiet, show
+from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.batches import Batch, BatchSource
-from data_pipeline.config import PairsConfig
+from data_pipeline.config import DataConfig, PairsConfig
+from data_pipeline.prepare import prepare
 from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.export import hf_config, to_hf
-from pretrain.metrics import count_flops
+from pretrain.metrics import count_flops, peak_flops
 from pretrain.model import BertForPreTraining
 from pretrain.optim import build_optimizers
 
@@ -35,8 +40,116 @@ SIZES = {  # layers, hidden size
     "large": (24, 1024),
 }
 BATCH_SIZE = {"cpu": 32, "cuda": 256}
+TARGETS = {  # (against the peer as its users run it, at its best) by size
+    "tiny": ("ratio >= 12", "ratio >= 7"),
+    "mini": ("ratio >= 6.5", "ratio >= 4"),
+    "small": ("ratio >= 4.5", "ratio >= 3"),
+}
 POOL = 16  # batches that are made ready beforehand; the peer at its best sorts them by length
 Step = Callable[[], int]  # does a training step, returns its real tokens
+
+
+def measure_model(
+    config: DataConfig, sizes: tuple[str, ...], device: str, threads: int, runs: int
+) -> None:
+    """A training step against transformers' model, the best of ours against the best of theirs."""
+    with quiet():
+        prepare(config)
+    data_dir = Path(config.data_dir)
+    torch.set_num_threads(threads)
+    for size in sizes:
+        for length in (128, 512) if device == "cuda" else (128,):
+            compare_steps(data_dir, size, length, device, threads, runs)
+    if device == "cpu":
+        compare_processes(config, sizes[0], runs)
+
+
+def compare_steps(
+    data_dir: Path, size: str, length: int, device: str, threads: int, runs: int
+) -> None:
+    cuda = device == "cuda"
+    task = make_task(data_dir, size, length, BATCH_SIZE[device], device)
+    steps = {
+        "ours bf16": ours(task, bf16=True),
+        "peer bf16": peer(task, bf16=True, tuned=False, compiled=cuda),
+        "peer bf16, tuned": peer(task, bf16=True, tuned=True, compiled=cuda),
+    }
+    if not cuda:
+        steps["ours fp32"] = ours(task, bf16=False)
+        steps["peer fp32"] = peer(task, bf16=False, tuned=False)
+        steps["peer fp32, tuned"] = peer(task, bf16=False, tuned=True)
+    found = tokens_per_second(steps, runs, threads)
+
+    def best(*names: str) -> list[float]:
+        return max((found[name] for name in names if name in found), key=median)
+
+    what = f"training step of {size}, length {length}, against transformers "
+    simple, tuned = TARGETS.get(size, ("ratio >= 1.5", ""))
+    unit = f"tokens/s on {device}"
+    if not cuda:
+        show(what + "fp32", unit, simple, found["ours fp32"], found["peer fp32"], threads=threads)
+    show(what + "bf16", unit, "ratio > 1", found["ours bf16"], found["peer bf16"], threads=threads)
+    tuned_ones = [name for name in found if name.startswith("peer")]
+    show(
+        what + "at its best, ours at its best",
+        unit,
+        tuned,
+        best("ours bf16", "ours fp32"),
+        best(*tuned_ones),
+        threads=threads,
+    )
+    flops = sum(count_flops(b, task.model, len(task.vocabulary)) for b in task.batches)
+    each = flops / sum(len(batch.input_ids) for batch in task.batches)
+    tflops = [rate * each / 1e12 for rate in best("ours bf16", "ours fp32")]
+    show(f"speed of {size}, length {length}", "TFLOP/s", "", tflops, threads=threads)
+    peak = peak_flops(task.device)
+    if peak:
+        mfu = [value * 1e12 / peak for value in tflops]
+        show(f"MFU of {size}, length {length}", "share of the peak", "ours >= 0.5", mfu)
+    share = padding_share(task)
+    show(f"padding in the arithmetic of {size}, length {length}", "share", "ours < 0.03", [share])
+    memory = ([memory_of(side, data_dir, size, length, device) / 1e9] for side in ("ours", "peer"))
+    show(
+        f"memory of a step of {size}, length {length}",
+        "GB",
+        "ratio >= 2",
+        *memory,
+        smaller_is_better=True,
+    )
+
+
+def compare_processes(config: DataConfig, size: str, runs: int) -> None:
+    """The trainer in two processes of one thread each, against one of two threads, in bf16."""
+    layers, hidden = SIZES[size]
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": hidden // 64,
+    }
+    path = Path(config.data_dir).parent / "config.yaml"
+    OmegaConf.save(OmegaConf.structured(config), path)
+    steps = {
+        "max_steps": 12,
+        "warmup_steps": 1,
+        "log_every": 3,
+        "save_every": 100,
+        "eval_every": 100,
+    }
+    batch = {"global_batch_size": 64, "micro_batch_size": 32, "precision": "bf16"}
+    settings: dict = {f"model.{name}": value for name, value in sizes.items()}
+    settings |= {f"train.{name}": value for name, value in (steps | batch).items()}
+    settings |= {"data.max_seq_length": 128, "train.eval_examples": 1}
+    found: dict[int, list[dict]] = {1: [], 2: []}
+    for _ in range(runs):
+        for processes, kept in found.items():
+            with TemporaryDirectory() as run_dir:
+                overrides = [f"{n}={v}" for n, v in (settings | {"run_dir": run_dir}).items()]
+                kept += speeds(str(path), overrides, processes)
+    one, two = ([line["perf/tokens_per_second"] for line in found[n]] for n in (1, 2))
+    what = f"trainer of {size}, two processes against one of two threads"
+    show(what, "tokens/s", "ratio >= 0.9", two, one, threads=2)
+    waits = [line["perf/data_wait"] for line in found[2]]
+    show("data wait of that trainer", "share", "ours < 0.01", waits, threads=2)
 
 
 @dataclass
@@ -197,18 +310,17 @@ def memory_of(side: str, data_dir: Path, size: str, length: int, device: str) ->
     """`peak_memory` of one side above what its process held before the model was built, in a
     process of its own."""
     command = [sys.executable, __file__, side, str(data_dir), size, str(length), device]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     return int(out.stdout.split()[-1])
 
 
 def speeds(config_path: str, overrides: list[str], processes: int) -> list[dict]:
     """The speeds that the trainer records on two threads in all, without the first: its warm-up."""
-    root = Path(__file__).parent.parent
     launch = ["-m", "accelerate.commands.launch", "--config_file"]
-    launch += [str(root / "configs/accelerate/cpu_2.yaml")]
+    launch += [str(ROOT / "configs/accelerate/cpu_2.yaml")]
     command = [sys.executable, *(launch if processes > 1 else []), "-m", "pretrain", config_path]
-    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(2 // processes)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(2 // processes)}
     subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL, env=env)
     run_dir = next(value for name, value in (o.split("=") for o in overrides) if name == "run_dir")
     lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())

@@ -1,0 +1,101 @@
+"""How the benchmarks measure, and how they show a figure."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import median
+
+from data_pipeline.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+def rates(
+    ours: Callable[[], int], peer: Callable[[], int] | None, runs: int
+) -> tuple[list[float], list[float]]:
+    """Units of work a second of CPU time of both, by turns; each call returns its units of work."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for run in range(runs + 1):
+        for work, kept in zip((ours, peer), found, strict=True):
+            if work is not None:
+                start = time.process_time()
+                units = work()
+                if run > 0:  # the first is the warm-up
+                    kept.append(units / (time.process_time() - start))
+    return found
+
+
+def show(
+    figure: str,
+    unit: str,
+    target: str,
+    ours: list[float],
+    peer: list[float] = (),
+    *,
+    smaller_is_better: bool = False,
+    threads: int = 1,
+) -> None:
+    """Print a figure from the values of each run."""
+    medians = [median(values) if values else None for values in (ours, peer)]
+    ratio = None
+    if peer:
+        ratio = medians[1] / medians[0] if smaller_is_better else medians[0] / medians[1]
+    spread = [(max(v) - min(v)) / (median(v) or 1) if v else None for v in (ours, peer)]
+    line = {"figure": figure, "unit": unit, "ours": medians[0], "peer": medians[1], "ratio": ratio}
+    line |= {"target": target, "runs": len(ours), "spread": spread, "threads": threads}
+    print(json.dumps(rounded(line)), flush=True)
+
+
+def rounded(value):
+    """Numbers to three digits, at any depth: more would claim too much."""
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def watch(command: list[str], until: Path | None = None) -> tuple[float, float, float, float]:
+    """Run a command to its end: (seconds, peak bytes) when file `until` came to be, and in all.
+
+    The peak is of all its processes together, by their proportional share of memory (Linux),
+    looked at every 50 ms.
+    """
+    start, peak, early = time.perf_counter(), 0, None
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "true"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, start_new_session=True
+    )
+    while process.poll() is None:
+        peak = max(peak, session_memory(process.pid))
+        if early is None and until is not None and until.exists():
+            early = time.perf_counter() - start, peak
+        time.sleep(0.05)
+    if process.returncode:
+        raise UserError(f"{' '.join(command)} failed: {process.stderr.read().decode()}")
+    whole = time.perf_counter() - start, peak
+    return (*(early or whole), *whole)
+
+
+def session_memory(session: int) -> int:
+    """Bytes of memory that the processes of a session use together."""
+    total = 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(") ")[2].split()
+            if int(fields[3]) == session:
+                rollup = (entry / "smaps_rollup").read_text()
+                total += 1024 * int(rollup.partition("\nPss:")[2].split()[0])
+        except (OSError, IndexError):  # it has ended meanwhile
+            continue
+    return total
+
+
+def quiet():
+    """stdout is for figures."""
+    return redirect_stdout(sys.stderr)
