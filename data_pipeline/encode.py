@@ -184,6 +184,7 @@ def describe_shard(folder: Path) -> dict:
 
 
 def hash_file(path: Path) -> str:
+    """SHA-256 of the bytes of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

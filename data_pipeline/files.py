@@ -62,6 +62,7 @@ class ZstdFile(io.RawIOBase):
 
 
 def open_file(path: str) -> BinaryIO:
+    """The bytes of a file as it lies; raises `UserError` if it may not be read."""
     try:
         return open(path, "rb")
     except PermissionError:
@@ -77,6 +78,7 @@ def open_bytes(path: str) -> BinaryIO:
 
 
 def read(file: BinaryIO, size: int, path: str) -> bytes:
+    """The next bytes, at most `size`; raises `UserError` if they cannot be decompressed."""
     try:
         return file.read(size)
     except (EOFError, OSError, lzma.LZMAError, ValueError) as error:

@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Each module imports only modules before it; a new one has to find its place here.
 ORDER = {
-    "data_pipeline": """errors config hashing processes python_docs corpus selection sentences words
-        vocab existing_vocab vocab_report token_store prepare pairs masking batches audit
-        report __main__""".split(),
+    "data_pipeline": """errors config hashing processes python_docs files corpus selection sentences
+        words vocab existing_vocab vocab_report token_store encode prepare pairs masking batches
+        audit report __main__""".split(),
     "pretrain": """config dropout attention loss model sharding optim metrics evaluate monitor
         checkpoint tracking export start train plan __main__""".split(),
 }
