@@ -35,6 +35,7 @@ from pretrain.model import BertForPreTraining
 from pretrain.train import train
 
 PEER_BATCH_SIZE, PEER_RATE = 32, 1e-3
+PEER_SHARE = 0.15  # that its collator masks, and is masked where both are judged
 PEER_EXAMPLES = 40_000  # it does not see as many in 20 minutes
 TRIAL_STEPS = 20  # of ours, that say how many fit into the minutes
 
@@ -158,7 +159,7 @@ def main() -> None:
     held_out = HeldOut(
         store_dir,
         TokenStore(store_dir, "train", vocabulary),
-        config.data,
+        replace(config.data, masked_lm_prob=PEER_SHARE),
         settings.eval_examples,
         settings.micro_batch_size,
         accelerator,
