@@ -67,9 +67,9 @@ def plan(config: Config) -> None:
         f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
         "disk": f"{mb(saved)} a checkpoint, {mb((train.keep_checkpoints + 1) * saved)} for those "
         "that are kept and one in work",
-        "time here": f"{here / 3600:,.2f} hours in one process, tried at {speed / 1e12:.3g} TFLOPS "
-        f"on {accelerator.device.type}",
-        "time on one H100": f"{card / 3600:,.2f} hours at {MFU:.0%} of its peak",
+        "time here": f"{duration(here)} in one process, tried at {speed / 1e12:.3g} TFLOPS on "
+        f"{accelerator.device.type}",
+        "time on one H100": f"{duration(card)} at {MFU:.0%} of its peak",
     }
     for name, value in rows.items():
         print(f"{name:20}{value}")
@@ -79,6 +79,14 @@ def plan(config: Config) -> None:
 
 def mb(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which it is at least two."""
+    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {name}"
+    return f"{seconds:,.1f} seconds"
 
 
 def measure_activations(

@@ -74,6 +74,17 @@ def test_epochs_and_tokens_are_those_that_the_loop_would_count(
     assert table["time here"][0] >= 0 and table["time here"][1] > 0
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        *((0.26, "0.3 seconds"), (119, "119.0 seconds"), (120, "2.0 minutes")),
+        *((5400, "90.0 minutes"), (7200, "2.0 hours"), (3.5 * 86400, "3.5 days")),
+    ],
+)
+def test_a_time_is_said_in_a_unit_that_one_can_read(seconds: float, said: str) -> None:
+    assert plan.duration(seconds) == said
+
+
 def test_activations_are_a_line_in_the_tokens(prepared: Path, store: TokenStore) -> None:
     """As many bytes as autograd keeps of a batch that the line was not drawn through."""
     config = config_of(prepared, *LARGER)
