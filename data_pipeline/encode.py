@@ -94,14 +94,13 @@ class WordWriter:
         self.waiting = 0  # characters
         self.stats = {"documents": 0, "sentences": 0, "words": 0}
 
-    def add(self, sentences: list[str]) -> bool:
-        """Take a document; False if it has no sentence."""
+    def add(self, sentences: list[str]) -> None:
+        """Take a document."""
         self.sentences += sentences
         self.sizes.append(len(sentences))
         self.waiting += sum(map(len, sentences))
         if self.waiting > BATCH_CHARACTERS:
             self.flush()
-        return bool(sentences)
 
     def flush(self) -> None:
         firsts = range(0, len(self.sentences) or 1, BATCH_SENTENCES)  # a document may be huge

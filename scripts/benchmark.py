@@ -24,12 +24,11 @@ import bench_data
 import bench_learn
 import bench_model
 import torch
+from bench_figures import ROOT
 
 from data_pipeline.config import DataConfig, load_config
 from data_pipeline.corpus import Rejects, list_pieces, read_documents
 from data_pipeline.errors import run_command
-
-ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
