@@ -25,7 +25,9 @@ def main() -> None:
         DataConfig, args.config, args.overrides, others=("model", "train", "tracking")
     )
 
-    from data_pipeline.prepare import prepare, verify  # after the config: its mistakes show at once
+    # after the config: a mistake in it shows at once
+    from data_pipeline.assemble import verify
+    from data_pipeline.prepare import prepare
 
     if args.verify:
         verify(Path(config.data_dir))

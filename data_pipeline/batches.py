@@ -25,7 +25,7 @@ from data_pipeline.pairs import (
     deal_documents,
     draw_pairs,
 )
-from data_pipeline.token_store import Part, TokenStore
+from data_pipeline.token_store import StoreView, TokenStore
 
 BLOCK_TOKENS = 1 << 16  # that are built at once
 
@@ -130,10 +130,12 @@ class BatchSource:
         documents = deal_documents(self.store, self.n_parts, key(self.seed, epoch, 6))[place]
         if not len(documents):
             return np.empty(0, PAIR)
-        part = Part(self.store, documents)
-        pairs = draw_pairs(part, cut_segments(part, self.max_tokens), **rules)
+        view = StoreView(self.store, documents)
+        pairs = draw_pairs(view, cut_segments(view, self.max_tokens), **rules)
         for start, end in (("a_start", "a_end"), ("b_start", "b_end")):
-            pairs[start], pairs[end] = part.in_store(pairs[start], pairs[end])
+            length = pairs[end] - pairs[start]
+            pairs[start] = view.in_store(pairs[start])
+            pairs[end] = pairs[start] + length
         return pairs
 
     def part_size(self, number: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import below, draws, key
-from data_pipeline.token_store import TokenStore
+from data_pipeline.token_store import StoreView, TokenStore
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
@@ -40,23 +40,25 @@ class Segments:
 
 
 def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[np.ndarray]:
-    """The documents of each of `n_parts` parts of the store, as `Part` takes them.
+    """The documents of each of `n_parts` parts of the store, as `StoreView` takes them.
 
     Runs of documents, hundreds a part, are dealt by chance, so that each part is a sample of the
     whole. A part is empty only beside a document that is longer than a part.
     """
-    starts = store.sentence_offsets[store.document_offsets]
     run_tokens = len(store) / (256 * n_parts)
-    edges = np.searchsorted(starts, np.arange(256 * n_parts) * run_tokens)
+    # the first document that starts at or after each multiple of it, found without reading them all
+    targets = np.ceil(np.arange(256 * n_parts) * run_tokens).astype(np.int64)
+    sentences = np.searchsorted(store.sentence_offsets, targets)
+    edges = np.searchsorted(store.document_offsets, sentences)
     edges = np.unique(np.append(edges, store.n_documents))
     runs = np.stack([edges[:-1], edges[1:]], axis=1)
     dealt = sort_rows(draw=draws(stream, np.arange(len(runs))))
-    tokens = np.diff(starts[edges])[dealt]
+    tokens = np.diff(store.sentence_offsets[store.document_offsets[edges]])[dealt]
     part = (np.cumsum(tokens) - tokens) * n_parts // len(store)
     return [runs[np.sort(dealt[part == number])] for number in range(n_parts)]
 
 
-def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
+def cut_segments(store: TokenStore | StoreView, max_tokens: int) -> Segments:
     """The segments of a store: none longer than `max_tokens`, none across two sentences."""
     offsets = store.sentence_offsets
     extra = []
@@ -74,7 +76,7 @@ def cut_segments(store: TokenStore, max_tokens: int) -> Segments:
     return Segments(offsets, document, number_texts(store))
 
 
-def number_texts(store: TokenStore) -> np.ndarray:
+def number_texts(store: TokenStore | StoreView) -> np.ndarray:
     """A number for each document, the same for copies: int64 (documents,).
 
     The copies that a source's weight asks for follow one another in the store.
@@ -91,7 +93,7 @@ def number_texts(store: TokenStore) -> np.ndarray:
 
 
 def draw_pairs(
-    store: TokenStore,
+    store: TokenStore | StoreView,
     segments: Segments,
     *,
     max_seq_length: int,
@@ -208,7 +210,11 @@ def borrow(
 
 
 def split_chunks(
-    store: TokenStore, segments: Segments, starts: np.ndarray, edges: np.ndarray, stream: np.uint64
+    store: TokenStore | StoreView,
+    segments: Segments,
+    starts: np.ndarray,
+    edges: np.ndarray,
+    stream: np.uint64,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token where B starts in each chunk, whether that is inside a sentence).
 
@@ -227,7 +233,7 @@ def split_chunks(
 
 
 def word_near(
-    store: TokenStore, start: np.ndarray, end: np.ndarray, draw: np.ndarray
+    store: TokenStore | StoreView, start: np.ndarray, end: np.ndarray, draw: np.ndarray
 ) -> np.ndarray:
     """A word start in each (start, end): the first at or after a random place, else the last before
     it."""
@@ -345,7 +351,7 @@ def check_documents(document: np.ndarray) -> None:
 
 
 def truncate(
-    store: TokenStore,
+    store: TokenStore | StoreView,
     a_start: np.ndarray,
     a_end: np.ndarray,
     b_start: np.ndarray,

@@ -3,34 +3,40 @@
 Each step is a pure function piece -> folder, written beside and renamed, so a command that was
 stopped goes on where it was and the result depends neither on the number of workers nor on where
 they run. The text is read for the hashes that tell duplicates, and once more to number its words;
-encoding looks those numbers up in the vocabulary that the counts of the words gave. Hashes chain
-corpus -> vocabulary -> shard -> store: `verify` follows them.
+encoding looks those numbers up in the vocabulary that the counts of the words gave.
 """
 
-import hashlib
 import json
 import os
-import shutil
+import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from data_pipeline.assemble import assemble_store, describe_sources, print_store
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import Piece, left_out, list_pieces, name_source
-from data_pipeline.encode import SPLITS, encode_scan, hash_file, merge_counts, scan_piece
+from data_pipeline.encode import encode_scan, merge_counts, scan_piece
 from data_pipeline.errors import UserError
 from data_pipeline.existing_vocab import make_vocabulary, read_existing
-from data_pipeline.processes import Task, locked, run_tasks, written_beside
+from data_pipeline.folders import claim_folder, install_files, remove_entries
+from data_pipeline.identity import (
+    key_of_schema_1,
+    list_differences,
+    settings_key,
+    store_settings,
+)
+from data_pipeline.processes import Task, count_cpus, locked, run_tasks, written_beside
 from data_pipeline.selection import Selection, find_earlier, hash_piece, needs_selection, select
 from data_pipeline.sentences import sentence_splitter
-from data_pipeline.token_store import FORMAT, read_manifest, read_vocabulary
+from data_pipeline.token_store import read_manifest, read_vocabulary
 from data_pipeline.vocab import write_tokenizer
 from data_pipeline.vocab_report import print_report, report_vocabulary
 from data_pipeline.words import load_segmenter
 
-SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
+is_work = re.compile(r"[0-9a-f]{16}-").match  # a name in `work`: it begins with the settings' hash
 
 
 def prepare(
@@ -53,14 +59,17 @@ def prepare(
     data_dir = Path(config.data_dir).absolute()
     work_dir = data_dir / "work"
     pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
-    key = settings_key(config.corpus, config.vocab, pieces, existing)
-    if is_prepared(data_dir, key):
-        shutil.rmtree(work_dir, ignore_errors=True)  # a killed command may have left it
+    settings = store_settings(config.corpus, config.vocab, pieces, existing)
+    key = settings_key(settings)
+    claim_folder(data_dir, ("work", "vocab", "store"), "data_dir", is_older_data)
+    older_key = key_of_schema_1(config.corpus, config.vocab, pieces, existing)
+    if is_prepared(data_dir, settings, older_key):
+        remove_entries(work_dir, is_work)  # a killed command may have left it
         print(f"store: {data_dir / 'store'} is there already")
         return
     run = partial(
         run_stage,
-        workers=workers or len(os.sched_getaffinity(0)),
+        workers=workers or count_cpus(),
         cluster=cluster,
         share=share,
         finish=finish,
@@ -105,8 +114,7 @@ def prepare(
         # encode: numbered words -> token ids; other pieces of words would be other shards
         vocabulary = read_vocabulary(vocab_dir)
         if share is None:  # to be looked at while the rest goes on
-            with written_beside(data_dir / "vocab") as folder:
-                shutil.copytree(vocab_dir, folder, dirs_exist_ok=True)
+            install_files(vocab_dir, data_dir / "vocab")
         name += "-" + vocabulary.sha256[:16]
         shards = [work_dir / f"{name}-shard-{i:05d}" for i in range(len(scans))]
         run("encoding", encode_scan, encode_tasks(scans, shards, stats, vocab_dir, config.vocab))
@@ -116,21 +124,38 @@ def prepare(
 
         sources = describe_sources(config.corpus, pieces, stats, shards)
         manifest = assemble_store(
-            shards, data_dir / "store", stats, sources, key, vocabulary.sha256
+            shards, data_dir / "store", stats, sources, settings, vocabulary.sha256
         )
-        shutil.rmtree(work_dir, ignore_errors=True)
+        remove_entries(work_dir, is_work)
     print_store(manifest)
 
 
-def is_prepared(data_dir: Path, key: str) -> bool:
-    """Whether vocabulary and store are there; raises `UserError` if they are others."""
+def is_older_data(data_dir: Path) -> bool:
+    """Whether an earlier version, which left no marker, prepared this folder or was about to."""
+    entries = [path.name for path in (data_dir / "work").glob("*")]
+    if not all(map(is_work, entries)):
+        return False
+    return bool(entries) or (data_dir / "store/manifest.json").exists()
+
+
+def is_prepared(data_dir: Path, settings: dict, older_key: str) -> bool:
+    """Whether vocabulary and store are there; raises `UserError` that names what differs if they
+    were built with other settings.
+
+    older_key: what a manifest of schema 1 has in place of settings.
+    """
     store_dir = data_dir / "store"
     if not (store_dir / "manifest.json").exists():
         return False
-    if read_manifest(store_dir)["key"] != key:
+    manifest = read_manifest(store_dir)
+    if manifest["schema"] == 1:
+        different = [] if manifest["key"] == older_key else ["its version did not keep which"]
+    else:
+        different = list_differences(manifest, settings)
+    if different:
         raise UserError(
-            f"{data_dir} was built from another corpus or with other settings of corpus or "
-            f"vocab; choose another data_dir, or delete {data_dir}"
+            f"{data_dir} was built from another corpus or with other settings of corpus or vocab "
+            f"({'; '.join(different)}); put them back, or choose another data_dir"
         )
     return (data_dir / "vocab/vocab.txt").exists()
 
@@ -217,20 +242,13 @@ def read_stats(scans: list[Path]) -> list[dict]:
     return [json.loads((scan / "stats.json").read_text()) for scan in scans]
 
 
-def settings_key(
-    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece], existing: list[str]
-) -> str:
-    """A hash of all that the store depends on."""
-    settings = [FORMAT, asdict(corpus), asdict(vocab) | {"path": existing}]
-    settings.append([asdict(piece) for piece in pieces])
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
 def remove_others(work_dir: Path, key: str) -> None:
     """Remove what a command with other settings, or a killed worker, left unfinished."""
-    for path in work_dir.glob("*"):
-        if not path.name.startswith(key[:16]) or path.name.endswith(".tmp"):
-            shutil.rmtree(path)
+    if work_dir.is_dir():
+        remove_entries(
+            work_dir,
+            lambda name: is_work(name) and (name.endswith(".tmp") or not name.startswith(key[:16])),
+        )
 
 
 def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> None:
@@ -250,112 +268,4 @@ def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> 
             f"another document; the corpus has {documents} to train on (layout "
             f"{pieces[0].layout}). Set corpus.layout if documents are divided otherwise, add "
             f"text, or set data.objective=sop or none"
-        )
-
-
-def describe_sources(
-    corpus: CorpusConfig, pieces: list[Piece], stats: list[dict], shards: list[Path]
-) -> list[dict]:
-    """What the manifest says of each source: bytes read, what they became in both splits together,
-    and what was left out, by cause."""
-    described = []
-    for number, source in enumerate(corpus.each_source()):
-        sizes, rejects, layouts = Counter(dict.fromkeys(SIZES, 0)), Counter(), {}
-        for piece, found, shard in zip(pieces, stats, shards, strict=True):
-            if piece.source != number:
-                continue
-            layouts[piece.layout] = True
-            rejects.update(found["rejects"])
-            sizes["bytes"] += found["bytes"]
-            for split in SPLITS:
-                sizes.update(found[split])
-            for entry in json.loads((shard / "entries.json").read_text()).values():
-                sizes["tokens"] += entry["tokens"]
-        about = {"name": name_source(source), "layout": ", ".join(layouts), "weight": source.weight}
-        described.append({**about, **sizes, "rejects": dict(rejects)})
-    return described
-
-
-def assemble_store(
-    shards: list[Path],
-    store_dir: Path,
-    stats: list[dict],
-    sources: list[dict],
-    key: str,
-    vocab_sha256: str,
-) -> dict:
-    """Move finished shards into the store and write its manifest last; returns the manifest."""
-    corpus = hashlib.sha256("".join(s["sha256"] for s in stats).encode()).hexdigest()
-    manifest = {"format": FORMAT, "key": key, "corpus_sha256": corpus, "vocab_sha256": vocab_sha256}
-    manifest["sources"] = sources
-    shutil.rmtree(store_dir, ignore_errors=True)
-    for split in SPLITS:
-        (store_dir / split).mkdir(parents=True)
-        entries = []
-        for i, shard in enumerate(shards):
-            entry = json.loads((shard / "entries.json").read_text()).get(split)
-            if entry:
-                folder = store_dir / split / f"shard-{i:05d}"
-                shutil.copytree(shard / split, folder, copy_function=link_or_copy)
-                entries.append({"name": folder.name} | entry)
-        totals = {n: sum(e[n] for e in entries) for n in ("tokens", "sentences", "documents")}
-        manifest[split] = totals | {"shards": entries}
-    if any(store_dir.glob("*/*/word_starts.npy")):
-        manifest["word_starts"] = True
-    manifest["sha256"] = hash_manifest(manifest)  # names the data in a checkpoint
-    temporary = store_dir / "manifest.json.tmp"
-    temporary.write_text(json.dumps(manifest, indent=1) + "\n")
-    temporary.replace(store_dir / "manifest.json")
-    return manifest
-
-
-def hash_manifest(manifest: dict) -> str:
-    """The hash of all that a manifest says but this hash."""
-    said = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(said, indent=1).encode()).hexdigest()
-
-
-def verify(data_dir: Path) -> None:
-    """Follow the hashes from the manifest to every file; raises `UserError` at the first that is
-    another."""
-    store_dir = data_dir / "store"
-    manifest = read_manifest(store_dir)
-    wanted = {data_dir / "vocab/vocab.txt": manifest["vocab_sha256"]} | {
-        store_dir / split / shard["name"] / name: sha256
-        for split in SPLITS
-        for shard in manifest[split]["shards"]
-        for name, sha256 in shard.get("sha256", {"(no hashes)": ""}).items()
-    }
-    sound = manifest.get("sha256") == hash_manifest(manifest)
-    bad = [] if sound else [store_dir / "manifest.json"]
-    bad += [p for p, sha256 in wanted.items() if not p.exists() or hash_file(p) != sha256]
-    if bad:
-        raise UserError(
-            f"{len(bad)} files are missing or not what was written, the first {bad[0]}; delete "
-            f"{store_dir} and run python -m data_pipeline"
-        )
-    print(f"store: {len(wanted):,} files are what the manifest {manifest['sha256'][:12]} says")
-
-
-def link_or_copy(source: str, target: str) -> None:
-    """Both names for one file, where the file system can: a killed command finds all shards
-    again."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy(source, target)
-
-
-def print_store(manifest: dict) -> None:
-    for source in manifest["sources"]:
-        print(
-            f"corpus: {source['name']} (layout {source['layout']}, weight {source['weight']:g}): "
-            + ", ".join(f"{source[name]:,} {name}" for name in SIZES)
-            + f", left out: {left_out(source['rejects'])}"
-        )
-    for split in SPLITS:
-        part = manifest[split]
-        print(
-            f"{split.replace('_', ' ')}: {part['documents']:,} documents, "
-            f"{part['sentences']:,} sentences, {part['tokens']:,} tokens"
         )

@@ -182,8 +182,11 @@ class ThisProcess(Executor):
         return future
 
 
-def progress_bar(what: str, total: int, unit: str, done: int = 0, disable: bool = False) -> tqdm:
-    """A bar with rate and time left; a line every ten seconds where nobody watches it move."""
+def progress_bar(
+    what: str, total: int, unit: str, done: int = 0, disable: bool = False, delay: float = 0
+) -> tqdm:
+    """A bar with rate and time left, shown after `delay` seconds; a line every ten seconds where
+    nobody watches it move."""
     interval = 0.5 if sys.stderr.isatty() else 10
     return tqdm(
         None,
@@ -194,7 +197,15 @@ def progress_bar(what: str, total: int, unit: str, done: int = 0, disable: bool 
         unit_scale=unit == "B",
         mininterval=interval,
         disable=disable,
+        delay=delay,
     )
+
+
+def count_cpus() -> int:
+    """Cores that this process may use; all of the machine's where it does not tell (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def die_with_parent(parent: int) -> None:

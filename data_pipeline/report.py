@@ -321,7 +321,7 @@ def render_page(result: dict) -> str:
 def measure(config: DataConfig) -> dict:
     """All that the report says; raises `UserError` if `data_dir` is not prepared."""
     folder = Path(config.data_dir)
-    store = TokenStore(folder / "store", "train", read_vocabulary(folder / "vocab"))
+    store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
     print(f"drawing the pairs of an epoch from {len(store):,} tokens")
     result = {"data_dir": str(config.data_dir), "store": store.manifest}
     return result | audit_store(store, config.data, config.seed)

@@ -1,16 +1,17 @@
 """vocabulary + words -> **token store** -> pairs: the corpus as token ids on disk, memory-mapped.
 
-A folder a split (`train`, `held_out`), in it a folder a shard with `tokens.npy` (uint16 or uint32),
-`sentence_offsets.npy` (token where each sentence starts, and the end) and `document_offsets.npy`
-(sentence where each document starts, and the end); where a segmenter said what words are,
-`word_starts.npy` too, one bit a token. Sentences lie one after another, so any segment
-of a document is a slice. No padding, no pairs, no masks: those are drawn afresh every epoch.
+A folder per split (`train`, `held_out`) holds one file per array, whatever the size of the corpus:
+`tokens.npy` (uint16 or uint32), `sentence_offsets.npy` (token at which each sentence starts, and
+the end) and `document_offsets.npy` (sentence at which each document starts, and the end), both
+int64; where a segmenter said what words are, `word_starts.npy` too, one bit per token. Sentences
+lie one after another, so any segment of a document is a slice. No padding, no pairs, no masks:
+those are drawn afresh every epoch.
 """
 
+import errno
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +19,10 @@ import numpy as np
 
 from data_pipeline.errors import UserError
 
-FORMAT = 1
+SCHEMA = 2  # of the manifest and the layout; 1 had a folder per shard, and is still read
+ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
+# a failure of the machine, not of the files
+RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @dataclass
@@ -58,63 +62,64 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     )
 
 
+@dataclass
 class TokenStore:
-    """One split of a store: a sequence of tokens, cut in sentences, cut in documents.
+    """One split of a corpus: a sequence of tokens, cut into sentences, cut into documents.
 
-    `sentence_offsets` int64 (sentences + 1,) in tokens, `document_offsets` int64 (documents + 1,)
-    in sentences, both over all shards together; `vocabulary` gives the words, or the bits of
-    `word_starts` do.
+    The arrays are memory-mapped when they come from `open`, so that a store of any size costs four
+    file descriptors and only the memory that is being read.
     """
 
-    word_starts: list[np.ndarray] | None = None  # of each shard: uint8 (tokens / 8,), low bit first
+    vocabulary: Vocabulary
+    tokens: np.ndarray  # uint16 or uint32 (tokens,)
+    sentence_offsets: np.ndarray  # int64 (sentences + 1,), in tokens
+    document_offsets: np.ndarray  # int64 (documents + 1,), in sentences
+    word_starts: np.ndarray | None = None  # uint8 (tokens / 8,), low bit first; None: ## tells
+    manifest: dict = field(default_factory=dict)
 
-    def __init__(self, folder: Path, split: str, vocabulary: Vocabulary):
-        self.manifest = read_manifest(folder)
-        if self.manifest["vocab_sha256"] != vocabulary.sha256:
+    @classmethod
+    def open(cls, folder: Path, split: str, vocabulary: Vocabulary) -> "TokenStore":
+        """Open a split of the store at `folder`.
+
+        Raises `UserError` if there is no store, if it was built with another vocabulary, or if its
+        files are not what the manifest says.
+        """
+        manifest = read_manifest(folder)
+        if manifest["vocab_sha256"] != vocabulary.sha256:
             raise UserError(
                 f"{folder} was built with another vocabulary (sha256 "
-                f"{self.manifest['vocab_sha256'][:12]}, not {vocabulary.sha256[:12]}); build it "
-                f"again: delete {folder} and run python -m data_pipeline"
+                f"{manifest['vocab_sha256'][:12]}, not {vocabulary.sha256[:12]}); put the "
+                "vocabulary back that belongs to it, or prepare the corpus into another data_dir"
             )
-        self.vocabulary = vocabulary
-        self.tokens: list[np.ndarray] = []
-        if self.manifest.get("word_starts"):
-            self.word_starts = []
-        sentences, documents = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
-        starts = [0]
-        for shard in self.manifest[split]["shards"]:
-            tokens, sentence, document = (
-                load_array(folder / split / shard["name"] / f"{name}.npy")
-                for name in ("tokens", "sentence_offsets", "document_offsets")
+        if manifest["schema"] == 1:
+            arrays = load_shards(folder / split, manifest[split]["shards"])
+        else:
+            arrays = [load_array(folder / split / f"{name}.npy") for name in ARRAYS]
+            if manifest.get("word_starts"):
+                arrays.append(load_array(folder / split / "word_starts.npy"))
+        found = (len(arrays[0]), len(arrays[1]) - 1, len(arrays[2]) - 1)
+        wanted = tuple(manifest[split][name] for name in ("tokens", "sentences", "documents"))
+        if found != wanted or len(arrays) > 3 and len(arrays[3]) != (found[0] + 7) // 8:
+            raise UserError(
+                f"{folder / split} has {found} tokens, sentences and documents, its manifest says "
+                f"{wanted}: it is damaged; delete {folder} and run python -m data_pipeline"
             )
-            found = (len(tokens), len(sentence) - 1, len(document) - 1)
-            wanted = (shard["tokens"], shard["sentences"], shard["documents"])
-            if found != wanted:
-                raise UserError(
-                    f"{folder / split / shard['name']} has {found} tokens, sentences and "
-                    f"documents, its manifest says {wanted}; delete {folder} and run python -m "
-                    f"data_pipeline"
-                )
-            self.tokens.append(tokens)
-            if self.word_starts is not None:
-                self.word_starts.append(load_bits(folder / split / shard["name"], len(tokens)))
-            sentences.append(sentence[1:] + sentences[-1][-1])
-            documents.append(document[1:] + documents[-1][-1])
-            starts.append(starts[-1] + len(tokens))
-        self.shard_starts = np.array(starts)
-        self.sentence_offsets = np.concatenate(sentences)
-        self.document_offsets = np.concatenate(documents)
+        return cls(vocabulary, *arrays[:3], *arrays[3:], manifest=manifest)
 
     def __len__(self) -> int:
-        return int(self.shard_starts[-1])
+        return len(self.tokens)
 
     @property
     def n_documents(self) -> int:
         return len(self.document_offsets) - 1
 
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tokens.dtype
+
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """The tokens at `positions` int64 (n,), any order, over all shards: int64 (n,)."""
-        return self.read(self.tokens, positions, lambda tokens, places: tokens[places])
+        """The tokens at `positions` int64 (n,), in any order: int64 (n,)."""
+        return self.tokens[positions].astype(np.int64)
 
     def starts_word(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
         """Whether a word starts at each of `positions` int64 (n,): bool (n,).
@@ -122,81 +127,66 @@ class TokenStore:
         `tokens` are those at `positions`, where they are at hand already.
         """
         if self.word_starts is not None:
-            return self.read(self.word_starts, positions, read_bits) != 0
+            return (self.word_starts[positions >> 3] >> (positions & 7)) & 1 != 0
         return ~self.vocabulary.continues[self.take(positions) if tokens is None else tokens]
 
-    def read(
-        self, arrays: list[np.ndarray], positions: np.ndarray, at: Callable[..., np.ndarray]
-    ) -> np.ndarray:
-        """What `at(array, places in the shard)` gives for `positions`, of an array a shard: int64
-        (n,)."""
-        if len(arrays) == 1:
-            return at(arrays[0], positions).astype(np.int64)
-        out = np.empty(len(positions), np.int64)
-        shards = np.searchsorted(self.shard_starts, positions, side="right") - 1
-        for shard in np.unique(shards):
-            here = shards == shard
-            out[here] = at(arrays[shard], positions[here] - self.shard_starts[shard])
-        return out
-
     def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
-        """The tokens of each [start, end), none of which spans two documents: memory of `dtype`."""
-        shards = np.searchsorted(self.shard_starts[1:-1], starts, side="right")
-        shift = self.shard_starts[shards]
-        triples = zip(
-            shards.tolist(), (starts - shift).tolist(), (ends - shift).tolist(), strict=True
-        )
-        return [self.views[shard][start:end] for shard, start, end in triples]
+        """The tokens of each [start, end): memory of `dtype`."""
+        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+        return [self.view[start:end] for start, end in pairs]
 
     @cached_property
-    def views(self) -> list[memoryview]:
-        return [memoryview(tokens) for tokens in self.tokens]  # sliced five times as fast
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tokens[0].dtype
+    def view(self) -> memoryview:
+        return memoryview(self.tokens)  # sliced five times as fast as an array
 
     def token_counts(self, every: int = 1) -> np.ndarray:
         """How often each piece occurs, in every `every`-th million of tokens: int64 (V,)."""
         counts = np.zeros(len(self.vocabulary), np.int64)
-        for shard in self.tokens:
-            for start in range(0, len(shard), every << 20):
-                counts += np.bincount(shard[start : start + (1 << 20)], minlength=len(counts))
+        for start in range(0, len(self), every << 20):
+            block = self.tokens[start : start + (1 << 20)]
+            counts += np.bincount(block, minlength=len(counts))
         return counts
 
 
-class Part(TokenStore):
-    """Some runs of documents of a store, end to end, as a store with places of its own.
+class StoreView:
+    """Some runs of documents of a store, end to end, with positions of their own.
 
-    `documents` int64 (runs, 2): the first of each run and the one after its last, ascending.
+    It offers what pairs are planned from: offsets, `take`, `starts_word` and `spans`. `documents`
+    int64 (runs, 2): the first document of each run and the one after its last, ascending.
     """
 
     def __init__(self, store: TokenStore, documents: np.ndarray):
         sentences = store.document_offsets[documents]
         tokens = store.sentence_offsets[sentences]
-        self.store, self.vocabulary = store, store.vocabulary
-        self.tokens, self.word_starts = store.tokens, store.word_starts
+        self.store = store
         self.document_offsets = join_runs(store.document_offsets, documents)
         self.sentence_offsets = join_runs(store.sentence_offsets, sentences)
         ends = np.cumsum(tokens[:, 1] - tokens[:, 0])
         self.run_starts = np.append(0, ends[:-1])
-        self.later = tokens[:, 0] - self.run_starts  # how much later each run starts in the store
+        self.shift = tokens[:, 0] - self.run_starts  # how much later each run starts in the store
 
     def __len__(self) -> int:
         return int(self.sentence_offsets[-1])
 
-    def in_store(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where spans [start, end), none across two runs, are in the store."""
-        later = self.later[np.searchsorted(self.run_starts, starts, side="right") - 1]
-        return starts + later, ends + later
+    @property
+    def n_documents(self) -> int:
+        return len(self.document_offsets) - 1
 
-    def read(
-        self, arrays: list[np.ndarray], positions: np.ndarray, at: Callable[..., np.ndarray]
-    ) -> np.ndarray:
-        return self.store.read(arrays, self.in_store(positions, positions)[0], at)
+    def in_store(self, positions: np.ndarray) -> np.ndarray:
+        """Where positions of the view are in the store: int64 (n,)."""
+        run = np.searchsorted(self.run_starts, positions, side="right") - 1
+        return positions + self.shift[run]
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        return self.store.take(self.in_store(positions))
+
+    def starts_word(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
+        return self.store.starts_word(self.in_store(positions), tokens)
 
     def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
-        return self.store.spans(*self.in_store(starts, ends))
+        """The tokens of each [start, end), none of which spans two runs."""
+        first = self.in_store(starts)
+        return self.store.spans(first, first + (ends - starts))
 
 
 def join_runs(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:
@@ -205,32 +195,52 @@ def join_runs(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
 
-def read_bits(bits: np.ndarray, places: np.ndarray) -> np.ndarray:
-    return (bits[places >> 3] >> (places & 7)) & 1
+# ---------------------------------------------------------------------------------- files
 
 
-def load_bits(shard: Path, tokens: int) -> np.ndarray:
-    bits = load_array(shard / "word_starts.npy")
-    if bits.dtype != np.uint8 or len(bits) != (tokens + 7) // 8:
-        raise UserError(
-            f"{shard / 'word_starts.npy'} has {len(bits)} bytes ({bits.dtype}), not a bit for each "
-            f"of {tokens} tokens; delete {shard.parents[1]} and run python -m data_pipeline"
-        )
-    return bits
-
-
-def load_array(path: Path) -> np.ndarray:
+def load_array(path: Path, mmap: bool = True) -> np.ndarray:
+    """The array in a `.npy` file, memory-mapped unless told otherwise; raises `UserError`."""
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
+        if getattr(error, "errno", None) in RESOURCE_ERRORS:
+            raise UserError(
+                f"{path} cannot be opened ({error.strerror}); the file itself is left as it is: "
+                "see what this machine allows (ulimit -a, permissions), then run the same command"
+            ) from None
         raise UserError(
             f"{path} cannot be read ({error}); delete the store and run python -m data_pipeline"
         ) from None
+    return array.view(np.ndarray)
+
+
+def load_shards(folder: Path, shards: list[dict]) -> list[np.ndarray]:
+    """The arrays of a split of schema 1, a folder per shard, joined in memory."""
+    if not shards:
+        return [np.zeros(0, np.uint16), np.zeros(1, np.int64), np.zeros(1, np.int64)]
+    folders = [folder / shard["name"] for shard in shards]
+    tokens, sentences, documents = (
+        [load_array(path / f"{name}.npy", mmap=False) for path in folders] for name in ARRAYS
+    )
+    arrays = [np.concatenate(tokens), join_offsets(sentences), join_offsets(documents)]
+    if (folders[0] / "word_starts.npy").exists():
+        bits = [load_array(path / "word_starts.npy", mmap=False) for path in folders]
+        both = zip(bits, tokens, strict=True)
+        flags = [np.unpackbits(b, count=len(t), bitorder="little") for b, t in both]
+        arrays.append(np.packbits(np.concatenate(flags), bitorder="little"))
+    return arrays
+
+
+def join_offsets(parts: list[np.ndarray]) -> np.ndarray:
+    """Offsets of several shards as offsets of all of them end to end."""
+    return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part) for part in parts]))])
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a finished store; raises `UserError` if there is none or it is another
-    format."""
+    """The manifest of a finished store, with its schema number.
+
+    Raises `UserError` if there is none or a later version wrote it.
+    """
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
@@ -242,9 +252,11 @@ def read_manifest(folder: Path) -> dict:
         raise UserError(
             f"{path} is damaged; delete {folder} and run python -m data_pipeline"
         ) from None
-    if manifest.get("format") != FORMAT:
+    schema = manifest.get("schema", manifest.get("format"))
+    if schema not in (1, SCHEMA):
         raise UserError(
-            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; delete "
-            f"{folder} and run python -m data_pipeline"
+            f"{path} has schema {schema}, and this version reads 1 to {SCHEMA}; use the version "
+            "of bert-pretrain that wrote it, or a later one"
         )
-    return manifest
+    data = manifest.get("data_sha256", manifest.get("sha256"))  # one hash served both in schema 1
+    return manifest | {"schema": schema, "data_sha256": data}

@@ -43,7 +43,7 @@ class HeldOut:
         micro_batch_size: int,
         accelerator: Accelerator,
     ):
-        store = TokenStore(store_dir, "held_out", train.vocabulary)
+        store = TokenStore.open(store_dir, "held_out", train.vocabulary)
         if not len(store):
             raise UserError("no document is held out; raise corpus.held_out")
         source = BatchSource(store, data, SEED)

@@ -132,7 +132,7 @@ def shake_hands(config: Config, contract: dict, accelerator: Accelerator) -> Non
 def open_data(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
     """The training split and the data of each phase; raises `UserError` if there is none."""
     vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
-    store = TokenStore(Path(config.data_dir) / "store", "train", vocabulary)
+    store = TokenStore.open(Path(config.data_dir) / "store", "train", vocabulary)
     return store, build_sources(phases, store)
 
 

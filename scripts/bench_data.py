@@ -22,6 +22,7 @@ from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.corpus import Rejects, list_pieces, read_documents
 from data_pipeline.errors import UserError
 from data_pipeline.prepare import prepare
+from data_pipeline.processes import count_cpus
 from data_pipeline.sentences import sentence_splitter, split_sentences
 from data_pipeline.token_store import TokenStore, read_vocabulary
 
@@ -70,7 +71,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
         [rate / 1e6 for rate in peer],
     )
 
-    source = BatchSource(TokenStore(data_dir / "store", "train", vocabulary), PairsConfig(), 0)
+    source = BatchSource(TokenStore.open(data_dir / "store", "train", vocabulary), PairsConfig(), 0)
 
     def build_and_load() -> int:
         build()
@@ -106,7 +107,7 @@ def measure_preparation(config: DataConfig, runs: int) -> None:
             subprocess.run(["rm", "-r", str(data_dir)], check=True)
         ours.append(watch(ours_command, until=data_dir / "vocab/vocab.txt"))
         peer.append(watch(peer_command))
-    threads = len(os.sched_getaffinity(0))
+    threads = count_cpus()
     what = f"vocabulary of {vocab.size:,} from text, against WordPieceTrainer"
     for name, unit, column, scale in (("time", "s", 0, 1), ("peak memory", "GB", 1, 1e-9)):
         values = ([run[column] * scale for run in runs_] for runs_ in (ours, peer))
@@ -152,7 +153,7 @@ def measure_loader(config: DataConfig, runs: int) -> None:
         prepare(config)
     data_dir = Path(config.data_dir)
     vocabulary = read_vocabulary(data_dir / "vocab")
-    store = TokenStore(data_dir / "store", "train", vocabulary)
+    store = TokenStore.open(data_dir / "store", "train", vocabulary)
     for length in LENGTHS:
         source = BatchSource(store, PairsConfig(max_seq_length=length), 0)
 

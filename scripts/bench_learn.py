@@ -106,7 +106,7 @@ def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTr
     other.load_state_dict(to_hf(model.state_dict()), strict=False)
 
     data_dir = Path(config.data_dir)
-    store = TokenStore(data_dir / "store", "train", vocabulary)
+    store = TokenStore.open(data_dir / "store", "train", vocabulary)
     unmasked = replace(config.data, masked_lm_prob=1e-9)
     source = BatchSource(store, unmasked, config.seed)
     batch = source.batch(0, min(PEER_EXAMPLES, source.epoch_size(0)))
@@ -158,7 +158,7 @@ def main() -> None:
     store_dir = Path(config.data_dir) / "store"
     held_out = HeldOut(
         store_dir,
-        TokenStore(store_dir, "train", vocabulary),
+        TokenStore.open(store_dir, "train", vocabulary),
         replace(config.data, masked_lm_prob=PEER_SHARE),
         settings.eval_examples,
         settings.micro_batch_size,

@@ -168,7 +168,7 @@ def make_task(data_dir: Path, size: str, length: int, batch_size: int, device: s
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64
     )
     vocabulary = read_vocabulary(data_dir / "vocab")
-    store = TokenStore(data_dir / "store", "train", vocabulary)
+    store = TokenStore.open(data_dir / "store", "train", vocabulary)
     source = BatchSource(store, PairsConfig(max_seq_length=length), 0)
     batches = [source.batch(i * batch_size, batch_size) for i in range(POOL)]
     return Task(model, vocabulary, batches, torch.device(device))

@@ -68,4 +68,4 @@ def vocabulary(prepared: Path) -> Vocabulary:
 @pytest.fixture(scope="session")
 def store(prepared: Path, vocabulary: Vocabulary) -> TokenStore:
     """The training split of the prepared corpus."""
-    return TokenStore(prepared / "data/store", "train", vocabulary)
+    return TokenStore.open(prepared / "data/store", "train", vocabulary)

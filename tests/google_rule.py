@@ -163,7 +163,7 @@ def audit_google(store: TokenStore, data: PairsConfig, seed: int, dupe_factor: i
 def main() -> None:
     config = load_config(DataConfig, sys.argv[1], sys.argv[2:], ("model", "train", "tracking"))
     folder = Path(config.data_dir)
-    store = TokenStore(folder / "store", "train", read_vocabulary(folder / "vocab"))
+    store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
     result = measure(config)
     google = audit_google(store, config.data, config.seed)
     checks = check_results(google | {"settings": result["settings"]})

@@ -32,12 +32,10 @@ def small_vocabulary(words: int = 40, continuations: int = 20) -> Vocabulary:
     )
 
 
-def make_store(corpus: Corpus, shards: int = 1) -> TokenStore:
-    """`corpus` as a store in memory, its documents dealt to `shards` shards; tokens are drawn."""
-    store = TokenStore.__new__(TokenStore)
-    store.vocabulary = small_vocabulary()
+def make_store(corpus: Corpus) -> TokenStore:
+    """`corpus` as a store in memory; tokens are drawn."""
     draw = random.Random(0)
-    tokens, sentence_offsets, document_offsets, ends = [], [0], [0], [0]
+    tokens, sentence_offsets, document_offsets = [], [0], [0]
     for document in corpus:
         for sentence in document:
             for pieces in sentence:
@@ -45,21 +43,19 @@ def make_store(corpus: Corpus, shards: int = 1) -> TokenStore:
                 tokens += [draw.randrange(47, 67) for _ in range(pieces - 1)]
             sentence_offsets.append(len(tokens))
         document_offsets.append(len(sentence_offsets) - 1)
-        ends.append(len(tokens))
-    cuts = [ends[len(corpus) * i // shards] for i in range(shards + 1)]
-    whole = np.array(tokens, np.uint16)
-    store.tokens = [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-    store.shard_starts = np.array(cuts)
-    store.sentence_offsets = np.array(sentence_offsets, np.int64)
-    store.document_offsets = np.array(document_offsets, np.int64)
-    return store
+    return TokenStore(
+        small_vocabulary(),
+        np.array(tokens, np.uint16),
+        np.array(sentence_offsets, np.int64),
+        np.array(document_offsets, np.int64),
+    )
 
 
 def copied(corpus: Corpus, copies: int) -> TokenStore:
     """A store with each document of `corpus` so many times, one after another."""
     store = make_store([document for document in corpus for _ in range(copies)])
     starts = store.sentence_offsets[store.document_offsets]
-    tokens = store.tokens[0]
+    tokens = store.tokens
     for i in range(store.n_documents):
         first = starts[i // copies * copies]
         tokens[starts[i] : starts[i + 1]] = tokens[first : first + starts[i + 1] - starts[i]]
@@ -68,7 +64,7 @@ def copied(corpus: Corpus, copies: int) -> TokenStore:
 
 def corpus_of(store: TokenStore) -> Corpus:
     """The word lengths of a store, read from its pieces."""
-    tokens = [int(token) for shard in store.tokens for token in shard]
+    tokens = store.tokens.tolist()
     sentences = []
     for start, end in zip(store.sentence_offsets, store.sentence_offsets[1:], strict=False):
         words: list[int] = []
@@ -355,7 +351,7 @@ def reference_example(
     max_predictions: int | None,
 ) -> dict[str, list[int]]:
     """One sequence: its ids, types, masked positions and labels."""
-    text = [int(token) for shard in store.tokens for token in shard]
+    text = store.tokens.tolist()
     segments = [text[pair[0] : pair[1]]]
     if objective != "none":
         segments.append(text[pair[2] : pair[3]])

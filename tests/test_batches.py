@@ -1,10 +1,8 @@
 """Batches: a slow assembly of each example, and that example i of epoch e is the same whoever asks
-for it: alone, in any batch, on any rank, at any step, from any number of shards, prefetched or
-not."""
+for it: alone, in any batch, on any rank, at any step, prefetched or not."""
 
 import dataclasses
 import itertools
-import json
 import random
 import threading
 import time
@@ -23,7 +21,7 @@ from data_pipeline.batches import Batch, BatchSource, prefetch
 from data_pipeline.config import PairsConfig
 from data_pipeline.errors import UserError
 from data_pipeline.pairs import deal_documents
-from data_pipeline.token_store import FORMAT, Part, TokenStore
+from data_pipeline.token_store import StoreView, TokenStore
 
 SEED = 7
 DATA = PairsConfig(max_seq_length=64)
@@ -294,7 +292,6 @@ def many() -> TokenStore:
             [[1] * draw.randint(3, 40) for _ in range(draw.randint(1, 20))]
             for document in range(600)
         ],
-        shards=4,
     )
 
 
@@ -342,7 +339,7 @@ def test_steps_go_on_over_parts_and_epochs(many) -> None:
 def test_parts_of_a_store_read_what_the_store_has_there(many) -> None:
     (documents,) = deal_documents(many, 1, np.uint64(0))
     assert documents[0, 0] == 0 and documents[-1, 1] == many.n_documents
-    part = Part(many, np.array([[2, 5], [9, 10]]))
+    part = StoreView(many, np.array([[2, 5], [9, 10]]))
     starts = many.sentence_offsets[many.document_offsets]
     wanted = np.concatenate([np.arange(starts[2], starts[5]), np.arange(starts[9], starts[10])])
     assert len(part) == len(wanted) and part.n_documents == 4
@@ -366,44 +363,6 @@ def test_a_part_is_planned_in_the_memory_of_a_part() -> None:
         return peak
 
     assert peak(16) < peak(1) / 8
-
-
-# --- shards ---------------------------------------------------------------------------------------
-
-
-def write_in_shards(store: TokenStore, folder, cuts: list[int]) -> None:
-    """`store` again on disk, a shard between any two of `cuts` (numbers of documents)."""
-    tokens = store.take(np.arange(len(store)))
-    shards = []
-    for number, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        documents = store.document_offsets[first : last + 1]
-        sentences = store.sentence_offsets[documents[0] : documents[-1] + 1]
-        here = folder / "train" / f"shard-{number:05d}"
-        here.mkdir(parents=True)
-        part = tokens[sentences[0] : sentences[-1]].astype(np.uint16)
-        np.save(here / "tokens.npy", part)
-        np.save(here / "sentence_offsets.npy", sentences - sentences[0])
-        np.save(here / "document_offsets.npy", documents - documents[0])
-        counts = {"tokens": len(part), "sentences": len(sentences) - 1}
-        shards.append({"name": here.name, "documents": last - first, **counts})
-    manifest = {"format": FORMAT, "vocab_sha256": store.vocabulary.sha256}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "train": {"shards": shards}}))
-
-
-@pytest.mark.parametrize("cuts", [[0, 20, 21, 50], [0, 1], [0, 2, 33, 34]])
-def test_a_store_in_several_shards_gives_the_same_batches(store, source, tmp_path, cuts) -> None:
-    write_in_shards(store, tmp_path, [*cuts, store.n_documents])
-    sharded = BatchSource(TokenStore(tmp_path, "train", store.vocabulary), DATA, SEED)
-    assert len(sharded.store.tokens) == len(cuts)
-    assert (sharded.pairs(1) == source.pairs(1)).all()
-    assert same(sharded.batch(0, 200), source.batch(0, 200))
-    assert sharded.store.token_counts().tolist() == store.token_counts().tolist()
-
-
-def test_documents_of_awkward_lengths_give_the_same_batches_in_shards() -> None:
-    corpus = [[[1 + (i * j) % 7 for j in range(3 + i % 11)]] * (1 + i % 4) for i in range(40)]
-    one, many = (BatchSource(make_store(corpus, shards=n), DATA, SEED) for n in (1, 13))
-    assert same(one.batch(0, 60), many.batch(0, 60))
 
 
 # --- prefetch -------------------------------------------------------------------------------------

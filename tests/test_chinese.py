@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_store(data_dir: Path, split: str = "train") -> TokenStore:
-    return TokenStore(data_dir / "store", split, read_vocabulary(data_dir / "vocab"))
+    return TokenStore.open(data_dir / "store", split, read_vocabulary(data_dir / "vocab"))
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_a_store_of_several_shards_has_the_units_of_its_text(folder: Path, monke
                 starts = [s and i == 0 for ids, s in words for i in range(len(ids))]
                 wanted.append((tuple(ids), tuple(starts)))
     stores = [open_store(folder / "units", split) for split in SPLITS]
-    assert min(len(store.tokens) for store in stores) > 1
+    assert all(stores)
     assert sorted(s for store in stores for s in sentences_in(store)) == sorted(wanted)
 
 
@@ -238,9 +238,9 @@ def test_a_segmenter_changes_nothing_but_the_bits(folder: Path):
 
 
 def test_starts_are_one_bit_a_token_and_memory_mapped(chinese: TokenStore):
-    for tokens, bits in zip(chinese.tokens, chinese.word_starts, strict=True):
-        assert isinstance(bits, np.memmap)
-        assert bits.dtype == np.uint8 and len(bits) == -(-len(tokens) // 8)
+    bits = chinese.word_starts
+    assert isinstance(bits.base, np.memmap)
+    assert bits.dtype == np.uint8 and len(bits) == -(-len(chinese) // 8)
 
 
 def test_places_in_any_order_have_their_own_bits(chinese: TokenStore):
@@ -266,9 +266,9 @@ def test_bits_do_not_depend_on_how_many_are_packed_at_once(tmp_path: Path, monke
 @pytest.mark.parametrize("damage", ["short", "absent"])
 def test_a_store_without_its_bits_is_refused(tmp_path: Path, damage: str):
     prepare(config_of(write_files(tmp_path), tmp_path / "data", "segmenter"), workers=1)
-    path = next((tmp_path / "data").rglob("train/*/word_starts.npy"))
+    path = next((tmp_path / "data").rglob("train/word_starts.npy"))
     path.unlink() if damage == "absent" else np.save(path, np.load(path)[:-1])
-    with pytest.raises(UserError, match=r"word_starts\.npy .*python -m data_pipeline"):
+    with pytest.raises(UserError, match=r"(word_starts\.npy|damaged).*python -m data_pipeline"):
         open_store(tmp_path / "data")
 
 
@@ -338,14 +338,12 @@ def digest(store: TokenStore) -> str:
 
 def test_without_a_segmenter_batches_stay_what_they_are():
     # another digest is other data: runs that have begun cannot go on with it
-    assert digest(make_store(CORPUS, shards=4)) == "701faebee3fcc59b"
+    assert digest(make_store(CORPUS)) == "701faebee3fcc59b"
 
 
 def test_bits_that_say_what_the_table_says_give_the_same_batches():
-    store, same = make_store(CORPUS, shards=4), make_store(CORPUS, shards=4)
-    same.word_starts = [
-        np.packbits(~same.vocabulary.continues[tokens], bitorder="little") for tokens in same.tokens
-    ]
+    store, same = make_store(CORPUS), make_store(CORPUS)
+    same.word_starts = np.packbits(~same.vocabulary.continues[same.tokens], bitorder="little")
     assert digest(store) == digest(same)
 
 

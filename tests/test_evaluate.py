@@ -155,7 +155,7 @@ def test_without_masked_tokens_there_are_zeros_and_no_nan(
 
 def test_baselines_say_what_no_model_is_needed_for(prepared: Path, store: TokenStore) -> None:
     held_out = build_held_out(prepared, store)
-    tokens = TokenStore(prepared / "data/store", "held_out", store.vocabulary)
+    tokens = TokenStore.open(prepared / "data/store", "held_out", store.vocabulary)
     counts = np.bincount(tokens.take(np.arange(len(tokens))))
     assert held_out.baselines["eval/unigram_accuracy"] == counts.max() / len(tokens)
     assert "eval/nsp_by_lengths" not in build_held_out(prepared, store, objective="none").baselines

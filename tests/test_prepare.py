@@ -43,7 +43,7 @@ def config_of(files: list[str], data_dir: Path, **changes) -> DataConfig:
 
 def documents_of(data_dir: Path, split: str) -> list[list[list[int]]]:
     """The ids of each sentence of each document."""
-    store = TokenStore(data_dir / "store", split, read_vocabulary(data_dir / "vocab"))
+    store = TokenStore.open(data_dir / "store", split, read_vocabulary(data_dir / "vocab"))
     tokens = store.take(np.arange(len(store)))
     starts, documents = store.sentence_offsets, store.document_offsets
     sentences = [tokens[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
@@ -101,7 +101,7 @@ def test_names_of_special_tokens_in_a_corpus_stay_text(tmp_path: Path):
 
 def test_the_manifest_counts_what_the_arrays_hold(prepared: Path, vocabulary: Vocabulary):
     for split in SPLITS:
-        store = TokenStore(prepared / "data/store", split, vocabulary)
+        store = TokenStore.open(prepared / "data/store", split, vocabulary)
         found = {
             "tokens": len(store),
             "sentences": len(store.sentence_offsets) - 1,
@@ -111,7 +111,7 @@ def test_the_manifest_counts_what_the_arrays_hold(prepared: Path, vocabulary: Vo
         assert store.sentence_offsets[-1] == len(store)
         assert (np.diff(store.sentence_offsets) > 0).all()  # no empty sentence
         assert (np.diff(store.document_offsets) > 0).all()  # no empty document
-        assert {tokens.dtype for tokens in store.tokens} == {np.dtype("uint16")}
+        assert store.dtype == np.dtype("uint16")
     vocab = (prepared / "data/vocab/vocab.txt").read_bytes()
     assert store.manifest["vocab_sha256"] == hashlib.sha256(vocab).hexdigest()
 
@@ -148,11 +148,11 @@ def test_two_workers_write_the_bytes_of_one(files, uninterrupted, tmp_path: Path
 
 KILLED = """
 import os, signal, sys
-from data_pipeline import encode, prepare
+from data_pipeline import assemble, encode, prepare
 from data_pipeline.__main__ import main
 
 name, calls, sys.argv[1:] = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-module = encode if hasattr(encode, name) else prepare
+module = next(m for m in (encode, assemble, prepare) if hasattr(m, name))
 real = getattr(module, name)
 
 def killed(*args, **kwargs):
@@ -169,7 +169,7 @@ main()
 
 @pytest.mark.parametrize(
     "where, calls",
-    [("read_selected", 2), ("write_tokenizer", 0), ("encode_split", 5), ("link_or_copy", 9)],
+    [("read_selected", 2), ("write_tokenizer", 0), ("encode_split", 5), ("write_array", 3)],
 )
 def test_a_killed_command_goes_on_to_the_same_bytes(
     files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, where: str, calls: int

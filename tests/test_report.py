@@ -299,7 +299,7 @@ def test_the_corpus_is_counted(result, store) -> None:
     corpus, vocabulary = result["corpus"], result["vocabulary"]
     assert sum(corpus["document_tokens"]["counts"]) == store.n_documents
     assert sum(corpus["sentence_tokens"]["counts"]) == len(store.sentence_offsets) - 1
-    tokens = [int(t) for shard in store.tokens for t in shard]
+    tokens = store.tokens.tolist()
     counts = Counter(tokens)
     pieces = store.vocabulary.pieces
     single = sum(n for t, n in counts.items() if re.fullmatch(r"(##)?[^\W\d_]", pieces[t]))
@@ -314,7 +314,7 @@ def test_the_corpus_is_counted(result, store) -> None:
 def test_the_examples_are_pairs_of_the_store_with_their_masks(config, result, store) -> None:
     examples = result["examples"]
     assert Counter(example["label"] for example in examples) == {0: 6, 1: 6}
-    text = audit.decode(store.vocabulary, np.concatenate(store.tokens))
+    text = audit.decode(store.vocabulary, store.tokens)
     kinds: Counter[str] = Counter()
     for example in examples:
         for segment in example["segments"]:

@@ -191,7 +191,7 @@ def config_of(folder: Path, sources: list[SourceConfig], size: int = 48, **setti
 def numbers_of(data_dir: str, split: str) -> Counter[int]:
     """How often each `document(i)` is in a split of a store."""
     vocabulary = read_vocabulary(Path(data_dir) / "vocab")
-    store = TokenStore(Path(data_dir) / "store", split, vocabulary)
+    store = TokenStore.open(Path(data_dir) / "store", split, vocabulary)
     offsets = store.sentence_offsets[store.document_offsets]
     texts = []
     for start, end in zip(offsets, offsets[1:], strict=False):
@@ -223,7 +223,7 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
     assert not any(is_held_out[i] for i in train) and all(is_held_out[i] for i in held_out)
     assert sum(i >= 200 for i in train) == is_held_out[200:].count(False)
     vocabulary = read_vocabulary(tmp_path / "data/vocab")
-    store = TokenStore(tmp_path / "data/store", "train", vocabulary)
+    store = TokenStore.open(tmp_path / "data/store", "train", vocabulary)
     assert number_texts(store)[-1] + 1 == len(train)  # copies are known to be one text
     # the rule: those with the lowest hashes
     order = sorted((i for i in range(101) if not is_held_out[i]), key=hashes.__getitem__)

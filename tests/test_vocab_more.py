@@ -164,7 +164,7 @@ def test_special_tokens_may_have_any_ids(prepared: Path, tmp_path: Path):
     prepare_with(prepared, tmp_path / "data", path=str(folder))
     vocabulary = read_vocabulary(tmp_path / "data/vocab")
     assert vocabulary.pieces == OLD
-    store = TokenStore(tmp_path / "data/store", "train", vocabulary)
+    store = TokenStore.open(tmp_path / "data/store", "train", vocabulary)
     batch = BatchSource(store, PairsConfig(max_seq_length=32), 0).batch(0, 100)
     starts = batch.cu_seqlens[:-1]
     assert (batch.input_ids[starts] == 101).all()
@@ -305,7 +305,7 @@ def test_an_extended_vocabulary_spells_the_corpus_in_fewer_pieces(prepared: Path
     old, new = (read_vocabulary(tmp_path / name / "vocab") for name in ("old", "new"))
     assert len(new) == 512 and new.pieces[: len(old)] == old.pieces
     stores = [
-        TokenStore(tmp_path / n / "store", "train", v) for n, v in (("old", old), ("new", new))
+        TokenStore.open(tmp_path / n / "store", "train", v) for n, v in (("old", old), ("new", new))
     ]
     assert len(stores[1]) < 0.7 * len(stores[0])
     tokenizer = json.loads((tmp_path / "new/vocab/tokenizer.json").read_text(encoding="utf-8"))
@@ -330,7 +330,7 @@ def test_a_smaller_vocabulary_is_the_first_part_of_a_larger_one(prepared: Path):
 def test_the_report_counts_what_the_tokenizer_gives(prepared: Path):
     report = json.loads((prepared / "data/vocab/report.json").read_text())
     vocabulary = read_vocabulary(prepared / "data/vocab")
-    store = TokenStore(prepared / "data/store", "held_out", vocabulary)
+    store = TokenStore.open(prepared / "data/store", "held_out", vocabulary)
     tokens = store.token_counts()
     assert report["measured_on"] == "held_out" and report["size"] == 1024
     assert [row["size"] for row in report["sizes"]] == sorted(r["size"] for r in report["sizes"])

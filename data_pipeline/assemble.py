@@ -1,0 +1,204 @@
+"""shards of all pieces -> **token store**: one file per array and split, and the manifest.
+
+Hashes chain corpus -> vocabulary -> arrays -> store: `verify` follows them.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.config import CorpusConfig
+from data_pipeline.corpus import Piece, left_out, name_source
+from data_pipeline.encode import SPLITS, hash_file
+from data_pipeline.errors import UserError
+from data_pipeline.identity import hash_json
+from data_pipeline.processes import progress_bar, written_beside
+from data_pipeline.token_store import ARRAYS, SCHEMA, load_array, read_manifest
+
+SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
+BLOCK_BYTES = 1 << 24
+
+
+def assemble_store(
+    shards: list[Path],
+    store_dir: Path,
+    stats: list[dict],
+    sources: list[dict],
+    settings: dict,
+    vocab_sha256: str,
+) -> dict:
+    """Join the encoded shards into the store at `store_dir`; returns its manifest.
+
+    shards: folders of `encode_scan`, in the order of pieces. settings: what the store was built
+    with. Raises `UserError` if something else than an unfinished store is at `store_dir`.
+    """
+    corpus = hashlib.sha256("".join(s["sha256"] for s in stats).encode()).hexdigest()
+    manifest = {"schema": SCHEMA, "settings": settings, "corpus_sha256": corpus}
+    manifest |= {"vocab_sha256": vocab_sha256, "sources": sources}
+    check_unfinished(store_dir)
+    entries = [json.loads((shard / "entries.json").read_text()) for shard in shards]
+    total = sum(entry["tokens"] for found in entries for entry in found.values())
+    with (
+        progress_bar("joining", total, "tokens", delay=5) as bar,
+        written_beside(store_dir) as folder,
+    ):
+        for split in SPLITS:
+            both = zip(shards, entries, strict=True)
+            parts = [(shard / split, entry[split]) for shard, entry in both if split in entry]
+            manifest[split] = join_shards(parts, folder / split, bar)
+        if any(folder.glob("*/word_starts.npy")):
+            manifest["word_starts"] = True
+        # names the data in a checkpoint: the same for every store that holds the same arrays
+        arrays = {split: manifest[split]["sha256"] for split in SPLITS}
+        manifest["data_sha256"] = hash_json({"vocab": vocab_sha256} | arrays)
+        manifest["sha256"] = hash_manifest(manifest)
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def check_unfinished(store_dir: Path) -> None:
+    """Raise `UserError` if `store_dir` holds what no unfinished store of ours holds."""
+    ours = (*SPLITS, "manifest.json", "manifest.json.tmp")
+    others = sorted(p.name for p in store_dir.glob("*") if p.name not in ours)
+    if others:
+        raise UserError(
+            f"{store_dir} is no token store and holds {others[0]}; move it away, or choose another "
+            "data_dir"
+        )
+
+
+def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
+    """Write the arrays of all shards, end to end, to folder `out`; what the manifest says of them.
+
+    parts: folder of each shard, and its entry with the numbers of tokens, sentences and documents.
+    """
+    out.mkdir()
+    totals = {n: sum(e[n] for _, e in parts) for n in ("tokens", "sentences", "documents")}
+    folders = [folder for folder, _ in parts]
+    dtype = load_array(folders[0] / "tokens.npy").dtype if folders else np.dtype(np.uint16)
+    sizes = (totals["tokens"], totals["sentences"] + 1, totals["documents"] + 1)
+    for name, size in zip(ARRAYS, sizes, strict=True):
+        arrays = (load_array(folder / f"{name}.npy") for folder in folders)
+        if name == "tokens":
+            write_array(out / f"{name}.npy", dtype, size, count_tokens(arrays, bar))
+        else:
+            write_array(out / f"{name}.npy", np.dtype(np.int64), size, shift_offsets(arrays))
+    if folders and (folders[0] / "word_starts.npy").exists():
+        bits = join_bits((load_array(f / "word_starts.npy"), e["tokens"]) for f, e in parts)
+        size = (totals["tokens"] + 7) // 8
+        write_array(out / "word_starts.npy", np.dtype(np.uint8), size, bits)
+    return totals | {"sha256": {path.name: hash_file(path) for path in sorted(out.iterdir())}}
+
+
+def write_array(path: Path, dtype: np.dtype, size: int, blocks: Iterator[np.ndarray]) -> None:
+    """Write a one-dimensional array of `size` elements to a `.npy` file, a block at a time.
+
+    By plain writes: a memory map would count as memory of the process until the disk has it.
+    """
+    with open(path, "wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (size,)})
+        for block in blocks:
+            file.write(np.ascontiguousarray(block, dtype).data)
+
+
+def count_tokens(arrays: Iterator[np.ndarray], bar) -> Iterator[np.ndarray]:
+    for array in arrays:
+        for start in range(0, len(array), BLOCK_BYTES):
+            yield array[start : start + BLOCK_BYTES]
+            bar.update(min(BLOCK_BYTES, len(array) - start))
+
+
+def shift_offsets(arrays: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Offsets of several shards as offsets of all of them end to end, in blocks."""
+    end = 0
+    yield np.zeros(1, np.int64)
+    for array in arrays:
+        yield array[1:] + end
+        end += int(array[-1])
+
+
+def join_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
+    """Bits of several shards, (bytes, number of bits) each, end to end without gaps, in blocks."""
+    rest = np.zeros(0, np.uint8)
+    for packed, n in parts:
+        for start in range(0, len(packed), BLOCK_BYTES):
+            block = packed[start : start + BLOCK_BYTES]
+            bits = np.unpackbits(block, bitorder="little", count=min(8 * len(block), n - 8 * start))
+            bits = np.concatenate([rest, bits])
+            whole = len(bits) // 8 * 8
+            yield np.packbits(bits[:whole], bitorder="little")
+            rest = bits[whole:]
+    yield np.packbits(rest, bitorder="little")
+
+
+# ---------------------------------------------------------------------------------- manifest
+
+
+def describe_sources(
+    corpus: CorpusConfig, pieces: list[Piece], stats: list[dict], shards: list[Path]
+) -> list[dict]:
+    """What the manifest says of each source: bytes read, what they became in both splits together,
+    and what was left out, by cause."""
+    described = []
+    for number, source in enumerate(corpus.each_source()):
+        sizes, rejects, layouts = Counter(dict.fromkeys(SIZES, 0)), Counter(), {}
+        for piece, found, shard in zip(pieces, stats, shards, strict=True):
+            if piece.source != number:
+                continue
+            layouts[piece.layout] = True
+            rejects.update(found["rejects"])
+            sizes["bytes"] += found["bytes"]
+            for split in SPLITS:
+                sizes.update(found[split])
+            for entry in json.loads((shard / "entries.json").read_text()).values():
+                sizes["tokens"] += entry["tokens"]
+        about = {"name": name_source(source), "layout": ", ".join(layouts), "weight": source.weight}
+        described.append({**about, **sizes, "rejects": dict(rejects)})
+    return described
+
+
+def hash_manifest(manifest: dict) -> str:
+    """The hash of all that a manifest says but this hash."""
+    unsaid = {"sha256"} | ({"schema", "data_sha256"} if "format" in manifest else set())
+    said = {name: value for name, value in manifest.items() if name not in unsaid}
+    return hashlib.sha256(json.dumps(said, indent=1).encode()).hexdigest()
+
+
+def verify(data_dir: Path) -> None:
+    """Follow the hashes from the manifest to every file; raises `UserError` if any differs."""
+    store_dir = data_dir / "store"
+    manifest = read_manifest(store_dir)
+    wanted = {data_dir / "vocab/vocab.txt": manifest["vocab_sha256"]}
+    for split in SPLITS:
+        for part in manifest[split].get("shards", [manifest[split] | {"name": ""}]):
+            for name, sha256 in part.get("sha256", {"(no hashes)": ""}).items():
+                wanted[store_dir / split / part["name"] / name] = sha256
+    bad = [] if manifest.get("sha256") == hash_manifest(manifest) else [store_dir / "manifest.json"]
+    bad += [p for p, sha256 in wanted.items() if not p.exists() or hash_file(p) != sha256]
+    if bad:
+        raise UserError(
+            f"{len(bad)} files are missing or not what was written, the first {bad[0]}; delete "
+            f"{store_dir} and run python -m data_pipeline"
+        )
+    print(f"store: {len(wanted):,} files are what the manifest {manifest['sha256'][:12]} says")
+
+
+def print_store(manifest: dict) -> None:
+    """Print what was read of each source, and what each split holds."""
+    for source in manifest["sources"]:
+        print(
+            f"corpus: {source['name']} (layout {source['layout']}, weight {source['weight']:g}): "
+            + ", ".join(f"{source[name]:,} {name}" for name in SIZES)
+            + f", left out: {left_out(source['rejects'])}"
+        )
+    for split in SPLITS:
+        part = manifest[split]
+        print(
+            f"{split.replace('_', ' ')}: {part['documents']:,} documents, "
+            f"{part['sentences']:,} sentences, {part['tokens']:,} tokens"
+        )

@@ -1,0 +1,95 @@
+"""What makes two preparations the same: named settings and the text itself, whatever its place.
+
+A setting that is added to the config later changes no store that is there: it has to be named here,
+and counts as its default where a store does not know it.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict
+
+from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, VocabConfig
+from data_pipeline.corpus import Piece
+
+SOURCE = ("text_field", "encoding", "errors", "language", "words", "sentences", "weight")
+DATASET = ("path", "name", "split", "data_files", "text_column")
+CORPUS = ("deduplicate", "held_out")
+VOCAB = (
+    "size",
+    "lowercase",
+    "strip_accents",
+    "handle_chinese_chars",
+    "min_frequency",
+    "character_coverage",
+)
+PIECES = "pieces"  # of a source: the hash of its text
+
+
+def hash_json(value) -> str:
+    """SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def store_settings(
+    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece], existing: list[str]
+) -> dict:
+    """All that a store depends on, by the config's names; files are known by their hashes.
+
+    existing: the pieces of the vocabulary at `vocab.path`, or none.
+    """
+    settings = {f"corpus.{name}": getattr(corpus, name) for name in CORPUS}
+    settings |= {f"vocab.{name}": getattr(vocab, name) for name in VOCAB}
+    settings["vocab.path"] = hash_json(existing) if existing else None
+    for i, source in enumerate(corpus.each_source()):
+        own = [[p.layout, p.start, p.end, p.version or p.path] for p in pieces if p.source == i]
+        values = {name: getattr(source, name) for name in SOURCE} | {PIECES: hash_json(own)}
+        values["dataset"] = named(source.dataset, DATASET)
+        settings |= {f"corpus.sources[{i}].{name}": value for name, value in values.items()}
+    return settings
+
+
+def named(section: DatasetConfig | None, names: tuple[str, ...]) -> dict | None:
+    return section and {name: getattr(section, name) for name in names}
+
+
+DEFAULTS = store_settings(CorpusConfig(), VocabConfig(), [], [])
+
+
+def default_of(name: str):
+    return DEFAULTS.get(re.sub(r"\[\d+\]", "[0]", name))
+
+
+def settings_key(settings: dict) -> str:
+    """A hash of settings that stays the same when a later version adds one with a default."""
+    return hash_json({name: v for name, v in settings.items() if v != default_of(name)})
+
+
+def list_differences(manifest: dict, settings: dict) -> list[str]:
+    """What of `settings` is not as the store of a manifest was built, a phrase each."""
+    built = manifest["settings"]
+    one_source = "corpus.sources[1].weight" not in settings
+    phrases = []
+    for name in sorted(settings.keys() | built.keys()):
+        was, now = (side.get(name, default_of(name)) for side in (built, settings))
+        short = name.replace("sources[0].", "") if one_source else name
+        if was != now and name.endswith(f".{PIECES}"):
+            phrases.append("the text is another" if name in settings else f"{short} is gone")
+        elif was != now:
+            phrases.append(f"{short} was {was!r}, is {now!r}")
+    return phrases
+
+
+def key_of_schema_1(
+    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece], existing: list[str]
+) -> str:
+    """What the manifests of schema 1 have as `key`: a hash of every field that there was."""
+
+    def fields(source: SourceConfig) -> dict:
+        values = {name: getattr(source, name) for name in ("source", "files", "layout", *SOURCE)}
+        return values | {"dataset": named(source.dataset, DATASET)}
+
+    described = fields(corpus) | {name: getattr(corpus, name) for name in CORPUS}
+    described["sources"] = [fields(source) for source in corpus.sources]
+    words = {name: getattr(vocab, name) for name in VOCAB} | {"path": existing}
+    return hash_json([1, described, words, [asdict(piece) for piece in pieces]])

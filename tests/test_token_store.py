@@ -1,0 +1,258 @@
+"""The store on disk: a few files whatever the corpus, stores of before, and whose folder it is."""
+
+import errno
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import contents
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_pairs import make_store
+
+from data_pipeline.assemble import join_bits, verify, write_array
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
+from data_pipeline.errors import UserError
+from data_pipeline.folders import MARKER
+from data_pipeline.identity import list_differences, settings_key, store_settings
+from data_pipeline.prepare import prepare
+from data_pipeline.token_store import StoreView, TokenStore, load_array, read_vocabulary
+
+ROOT = Path(__file__).parents[1]
+SCHEMA_1 = (
+    Path(__file__).parent / "fixtures/schema_1"
+)  # written by the last version before schema 2
+OTHERS = ("model", "train", "tracking", "export")
+
+
+def digest(values: np.ndarray, dtype: str) -> str:
+    return hashlib.sha256(values.astype(dtype).tobytes()).hexdigest()
+
+
+def config_of(files: list[str], data_dir: Path, **corpus) -> DataConfig:
+    corpus = CorpusConfig(files=files, **({"held_out": 0.1} | corpus))
+    return DataConfig(data_dir=str(data_dir), corpus=corpus, vocab=VocabConfig(size=512))
+
+
+# --- many pieces ----------------------------------------------------------------------------------
+
+
+def test_a_corpus_of_3000_pieces_is_prepared_and_opened_under_128_descriptors(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """A piece is 16 MB of a plain file, so as many as 48 GB of text have."""
+    documents = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")
+    lines = [line for document in documents for line in document.splitlines() if len(line) > 40]
+    (tmp_path / "texts").mkdir()
+    for i in range(3000):
+        text = f"Number {i}. {lines[i % len(lines)]}\n"
+        (tmp_path / f"texts/{i:04d}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "c.yaml").write_text(
+        "data_dir: data\nrun_dir: run\ncorpus: {files: 'texts/*.txt', layout: file}\n"
+        "vocab: {size: 512}\ndata: {max_seq_length: 32}\n"
+        "model: {num_hidden_layers: 1, hidden_size: 16, num_attention_heads: 2}\n"
+        "train: {max_steps: 2, global_batch_size: 8, micro_batch_size: 8, warmup_steps: 0}\n"
+    )
+    for command in ("data_pipeline c.yaml --workers 1", "pretrain c.yaml"):
+        line = f'ulimit -n 128; exec "{sys.executable}" -m {command}'
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "data/store").rglob("*.npy"))) == 6
+    manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())
+    assert manifest["train"]["documents"] + manifest["held_out"]["documents"] > 2900
+
+
+def test_too_few_descriptors_are_no_reason_to_delete_a_store(store, monkeypatch) -> None:
+    def fail(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(UserError, match=r"tokens\.npy cannot be opened \(Too many") as caught:
+        load_array(Path("store/train/tokens.npy"))
+    assert "delete" not in str(caught.value) and "ulimit" in str(caught.value)
+
+
+@given(st.lists(st.integers(1, 40), max_size=6), st.integers(0, 1000))
+def test_bits_of_shards_lie_end_to_end(sizes: list[int], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    flags = [draw.random(n) < 0.5 for n in sizes]
+    parts = [(np.packbits(f, bitorder="little"), len(f)) for f in flags]
+    joined = np.concatenate(list(join_bits(parts)))
+    assert len(joined) == (sum(sizes) + 7) // 8
+    found = np.unpackbits(joined, bitorder="little", count=sum(sizes)).astype(bool)
+    assert found.tolist() == [bit for f in flags for bit in f.tolist()]
+
+
+def test_an_array_in_blocks_is_the_array(tmp_path: Path) -> None:
+    blocks = [np.arange(3), np.arange(0), np.arange(5)]
+    write_array(tmp_path / "a.npy", np.dtype(np.uint16), 8, iter(blocks))
+    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert load_array(tmp_path / "a.npy").dtype == np.uint16
+
+
+def test_a_view_offers_nothing_that_would_speak_of_the_whole_store() -> None:
+    store = make_store([[[1] * 5, [1] * 4]] * 6)
+    view = StoreView(store, np.array([[1, 3], [4, 5]]))
+    assert len(view) == 27 and view.n_documents == 3
+    for name in ("token_counts", "dtype", "manifest", "tokens", "view"):
+        assert not hasattr(view, name)
+
+
+# --- schema 1 -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch) -> Path:
+    """A copy of what the version before schema 2 left, as the current directory."""
+    shutil.copytree(SCHEMA_1, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
+    monkeypatch.syspath_prepend(tmp_path / "old")
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("name", ["prepared", "prepared_words"])
+def test_a_store_of_schema_1_is_read_as_it_was(old: Path, name: str) -> None:
+    expected = json.loads((old / "expected.json").read_text())[name]
+    vocabulary = read_vocabulary(old / name / "vocab")
+    for split in ("train", "held_out"):
+        store = TokenStore.open(old / name / "store", split, vocabulary)
+        everywhere = np.arange(len(store))
+        assert expected[split] == {
+            "tokens": digest(store.take(everywhere), "<i8"),
+            "starts": digest(store.starts_word(everywhere), "u1"),
+            "sentences": int(store.sentence_offsets[-1]),
+            "documents": store.n_documents,
+            "sentence_offsets": digest(store.sentence_offsets, "<i8"),
+            "document_offsets": digest(store.document_offsets, "<i8"),
+        }
+    store = TokenStore.open(old / name / "store", "train", vocabulary)
+    batch = BatchSource(store, PairsConfig(max_seq_length=32), 3).batch(0, 64)
+    found = batch.input_ids.numpy().tobytes() + batch.masked_positions.numpy().tobytes()
+    assert hashlib.sha256(found).hexdigest() == expected["batch"]
+    verify(old / name)
+
+
+def test_a_store_of_schema_1_is_known_for_the_same(old: Path, capsys) -> None:
+    before = contents(old / "prepared")
+    for overrides in ([], ["data_dir=prepared_words", "corpus.words=pair_words:split"]):
+        prepare(load_config(DataConfig, "config.yaml", overrides, others=OTHERS), workers=1)
+        assert "is there already" in capsys.readouterr().out
+    assert {k: v for k, v in contents(old / "prepared").items() if k != MARKER} == before
+    with pytest.raises(UserError, match="built from another corpus or with other settings"):
+        prepare(load_config(DataConfig, "config.yaml", ["vocab.size=256"], others=OTHERS))
+
+
+def test_the_version_of_today_makes_the_same_arrays_as_schema_1(old: Path) -> None:
+    config = load_config(DataConfig, "config.yaml", ["data_dir=new"], others=OTHERS)
+    prepare(config, workers=1)
+    for split in ("train", "held_out"):
+        stores = [
+            TokenStore.open(old / name / "store", split, read_vocabulary(old / name / "vocab"))
+            for name in ("prepared", "new")
+        ]
+        for name in ("tokens", "sentence_offsets", "document_offsets"):
+            a, b = (getattr(store, name) for store in stores)
+            assert a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
+def test_a_store_of_a_later_schema_is_refused_without_advice_to_delete_it(
+    prepared: Path, vocabulary, tmp_path: Path
+) -> None:
+    shutil.copytree(prepared / "data/store", tmp_path / "store")
+    path = tmp_path / "store/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 3}))
+    with pytest.raises(UserError, match="has schema 3, and this version reads 1 to 2") as caught:
+        TokenStore.open(tmp_path / "store", "train", vocabulary)
+    assert "delete" not in str(caught.value)
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+def test_a_setting_that_a_store_does_not_know_counts_as_its_default(files, tmp_path: Path) -> None:
+    config = config_of(files, tmp_path / "data")
+    prepare(config, workers=1)
+    path = tmp_path / "data/store/manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in ("vocab.min_frequency", "corpus.sources[0].errors", "corpus.deduplicate"):
+        del manifest["settings"][name]
+    path.write_text(json.dumps(manifest))
+    prepare(config, workers=1)
+    config.vocab.min_frequency = 3
+    with pytest.raises(UserError, match="vocab.min_frequency was 2, is 3"):
+        prepare(config, workers=1)
+
+
+def test_a_new_setting_with_its_default_changes_no_key() -> None:
+    settings = store_settings(CorpusConfig(files="a"), VocabConfig(size=64), [], [])
+    fewer = {k: v for k, v in settings.items() if k != "vocab.lowercase"}
+    assert settings_key(settings) == settings_key(fewer)
+    assert settings_key(settings | {"vocab.lowercase": False}) != settings_key(settings)
+
+
+def test_files_may_move_and_changed_text_is_named(files, tmp_path: Path, capsys) -> None:
+    prepare(config_of(files, tmp_path / "data"), workers=1)
+    moved = [str(shutil.copy(path, tmp_path / f"moved-{Path(path).name}")) for path in files]
+    capsys.readouterr()
+    prepare(config_of(moved, tmp_path / "data"), workers=1)
+    assert "is there already" in capsys.readouterr().out
+    Path(moved[0]).write_text("Another text.\n\nAnd one more.\n")
+    with pytest.raises(UserError, match=r"\(the text is another\)"):
+        prepare(config_of(moved, tmp_path / "data"), workers=1)
+
+
+def test_what_differs_is_named_by_source() -> None:
+    one = store_settings(CorpusConfig(files="a", weight=2.0), VocabConfig(), [], [])
+    manifest = {"settings": store_settings(CorpusConfig(files="a"), VocabConfig(size=9), [], [])}
+    assert list_differences(manifest, one) == [
+        "corpus.weight was 1.0, is 2.0",
+        "vocab.size was 9, is None",
+    ]
+
+
+# --- whose folder it is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["work", "vocab", "store"])
+def test_a_folder_of_the_users_is_refused_before_anything_is_written(
+    files, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match=f"holds {name}, which bert-pretrain did not write"):
+        prepare(config_of(files, tmp_path), workers=1)
+    assert contents(tmp_path) == {f"{name}/thesis.txt": b"years of work"}
+
+
+def test_files_beside_ours_stay_where_they_are(files, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    prepare(config_of(files, tmp_path), workers=1, share=(0, 2))
+    mine = {"notes.txt", "work/mine.txt", "vocab/mine.txt"}
+    for name in mine:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    prepare(config_of(files, tmp_path), workers=1)
+    assert (tmp_path / "store/manifest.json").exists()
+    assert mine <= contents(tmp_path).keys()
+    assert not list((tmp_path / "work").glob("*-*"))
+
+
+def test_what_a_user_put_into_the_store_stops_the_command(files, tmp_path: Path) -> None:
+    prepare(config_of(files, tmp_path), workers=1, share=(0, 2))
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="is no token store and holds mine.txt"):
+        prepare(config_of(files, tmp_path), workers=1)
+    assert (tmp_path / "store/mine.txt").read_text() == "mine"
