@@ -10,12 +10,14 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import ceil
 
 import numpy as np
 import torch
 
-from data_pipeline.config import PairsConfig
-from data_pipeline.hashing import draws, key
+from data_pipeline.config import PairsConfig, check
+from data_pipeline.hashing import Stream, draws, key
 from data_pipeline.masking import choose_words, replace_tokens, starts_span
 from data_pipeline.pairs import (
     PAIR,
@@ -127,7 +129,7 @@ class BatchSource:
         if self.segments is not None:
             return draw_pairs(self.store, self.segments, **rules)
         epoch, place = divmod(number, self.n_parts)
-        documents = deal_documents(self.store, self.n_parts, key(self.seed, epoch, 6))[place]
+        documents = deal_documents(self.store, self.n_parts, key(self.seed, epoch, Stream.PARTS))[place]
         if not len(documents):
             return np.empty(0, PAIR)
         view = StoreView(self.store, documents)
@@ -165,7 +167,7 @@ class BatchSource:
         while count > 0:
             part = self.part(number)[start : start + count]
             parts.append(part)
-            streams.append(draws(key(self.seed, number, 4), np.arange(start, start + len(part))))
+            streams.append(draws(key(self.seed, number, Stream.MASKS), np.arange(start, start + len(part))))
             count -= len(part)
             start, number = 0, number + 1
         return np.concatenate(parts), np.concatenate(streams)
@@ -177,24 +179,47 @@ class BatchSource:
     def step(
         self, step: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
-        """What one rank trains on in one step: its micro-batches, neighbours in the global
-        batch.
+        """The micro-batches of one rank in one step, neighbours in the global batch.
 
+        The global batch is cut evenly among ranks, and a rank's share evenly among `count_passes`.
         Small batches are built for several steps at once: most of their time is calls of numpy.
         """
-        share = global_batch_size // micro_batch_size // world_size * micro_batch_size
+        edges = cut_evenly(global_batch_size, world_size)
+        offset, share = edges[rank], edges[rank + 1] - edges[rank]
         together = max(1, BLOCK_TOKENS // (share * self.data.max_seq_length))
         asked = (step // together, global_batch_size, share, rank)
         if self.built[0] != asked:
             steps = range(asked[0] * together, (asked[0] + 1) * together)
-            parts = [self.examples(k * global_batch_size + rank * share, share) for k in steps]
+            parts = [self.examples(k * global_batch_size + offset, share) for k in steps]
             pairs, streams = map(np.concatenate, zip(*parts, strict=True))
             self.built = asked, build_batch(self.store, self.data, pairs, streams)
         first = step % together * share
+        passes = count_passes(global_batch_size, micro_batch_size, world_size)
         return [
-            self.built[1].part(start, start + micro_batch_size)
-            for start in range(first, first + share, micro_batch_size)
+            self.built[1].part(first + start, first + end)
+            for start, end in pairwise(cut_evenly(share, passes))
         ]
+
+
+def cut_evenly(n: int, parts: int) -> list[int]:
+    """The edges of `parts` runs of `n` items, whose sizes differ by one at most."""
+    return [n * i // parts for i in range(parts + 1)]
+
+
+def count_passes(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Passes that each process makes in a step, none of more than `micro_batch_size` sequences.
+
+    The same for all processes, which have to meet in each pass. One sequence more than allowed is
+    taken where a process would else have a pass of none. Raises `UserError` if there are more
+    processes than sequences.
+    """
+    check(
+        global_batch_size >= world_size,
+        f"train.global_batch_size {global_batch_size} is too small for {world_size} processes; "
+        f"start at most {global_batch_size}, or raise it",
+    )
+    passes = ceil(ceil(global_batch_size / world_size) / micro_batch_size)
+    return min(passes, global_batch_size // world_size)
 
 
 def build_batch(

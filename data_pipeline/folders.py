@@ -37,14 +37,20 @@ def claim_folder(
     marker.write_text(NOTE)
 
 
-def install_files(source: Path, target: Path) -> None:
-    """Copy the files of folder `source` to folder `target`, each whole or not at all; what else
-    `target` holds stays."""
+def install_files(source: Path, target: Path, names: Iterable[str] | None = None) -> None:
+    """Copy the files of folder `source`, or those of the names that are there, to folder `target`,
+    each whole or not at all; what else `target` holds stays."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        temporary = target / f"{path.name}.tmp"
-        shutil.copyfile(path, temporary)
-        os.replace(temporary, target / path.name)
+        if names is None or path.name in names:
+            write_file(target / path.name, path.read_bytes())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
 
 
 def remove_entries(folder: Path, is_ours: Callable[[str], object]) -> None:

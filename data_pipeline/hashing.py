@@ -5,12 +5,27 @@ splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 
 counter). A numpy generator object for every example would cost more than building the example.
 """
 
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LOW32 = np.uint64(0xFFFFFFFF)
+
+
+class Stream(IntEnum):
+    """What a stream of draws is for: a part of its key, so that no two streams are the same."""
+
+    CHUNKS = 0  # where documents are cut
+    ORDER = 1  # of pairs in an epoch
+    SPLIT = 2  # of a chunk into A and B
+    EXCHANGE = 3  # of second segments
+    MASKS = 4
+    DIRECTIONS = 5  # from which end a document is cut
+    PARTS = 6  # of a corpus that is too large to plan at once
+    PHASES = 7  # a seed for each phase
+    DROPOUT = 8
 
 
 def mix(x: np.ndarray) -> np.ndarray:

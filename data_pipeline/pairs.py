@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import below, draws, key
+from data_pipeline.hashing import Stream, below, draws, key
 from data_pipeline.token_store import StoreView, TokenStore
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
@@ -113,20 +113,20 @@ def draw_pairs(
     if not len(segments.document):
         raise UserError("the corpus has no text to make sequences of; add text")
     max_tokens = max_seq_length - SPECIALS[objective]
-    starts = chunk_starts(segments, max_tokens, short_seq_prob, key(seed, epoch, 0))
+    starts = chunk_starts(segments, max_tokens, short_seq_prob, key(seed, epoch, Stream.CHUNKS))
     if objective == "sop":
-        back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, key(seed, epoch, 0))
-        starts = choose_directions(segments, starts, back, key(seed, epoch, 5))
+        back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, key(seed, epoch, Stream.CHUNKS))
+        starts = choose_directions(segments, starts, back, key(seed, epoch, Stream.DIRECTIONS))
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
     document = segments.document[starts]
-    order = key(seed, epoch, 1)
+    order = key(seed, epoch, Stream.ORDER)
     if objective == "none":
         return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros_like(starts))
-    middle, inside = split_chunks(store, segments, starts, edges, key(seed, epoch, 2))
+    middle, inside = split_chunks(store, segments, starts, edges, key(seed, epoch, Stream.SPLIT))
     whole = np.flatnonzero(middle > edges[:-1])  # chunks of two words or more
     a_start, b_start, b_end = edges[:-1][whole], middle[whole], edges[1:][whole]
     a_end, label = b_start.copy(), np.zeros(len(whole), np.int64)
-    draw = draws(key(seed, epoch, 3), np.arange(len(whole)))
+    draw = draws(key(seed, epoch, Stream.EXCHANGE), np.arange(len(whole)))
     if objective == "sop":
         if not len(whole):
             raise UserError(

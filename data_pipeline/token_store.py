@@ -20,6 +20,7 @@ import numpy as np
 from data_pipeline.errors import UserError
 
 SCHEMA = 2  # of the manifest and the layout; 1 had a folder per shard, and is still read
+TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")  # of a vocabulary
 ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
 # a failure of the machine, not of the files
 RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EIO)

@@ -157,18 +157,3 @@ def load_optimizers(
         parameter_name, key = name.split("/")
         parameter = parameters[parameter_name]
         owner[id(parameter)].state[parameter][key] = share(value, parameter)
-
-
-def check_contract(saved: dict, wanted: dict, run_dir: Path) -> None:
-    """Raise `UserError` if what must not change in a run has changed, naming each old and new
-    value."""
-    changed = [
-        f"{name} was {saved.get(name)!r}, is {wanted.get(name)!r}"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
-    ]
-    if changed:
-        raise UserError(
-            f"{run_dir} is the run of another config: {'; '.join(changed)}. Choose another "
-            "run_dir, or restore these values to go on"
-        )

@@ -6,9 +6,7 @@ from math import inf
 
 from data_pipeline.config import DataConfig, PairsConfig, check, check_choice
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import key
-
-PHASE = 6  # of `hashing.key`; 0 to 5 are streams of a run without phases
+from data_pipeline.hashing import Stream, key
 
 
 @dataclass
@@ -69,8 +67,8 @@ class ModelConfig:
 class PhaseConfig:
     """Some steps of a run; what is null is as `data` and `train` say."""
 
-    steps: int = 0
-    """Updates of the phase."""
+    steps: float = 0
+    """Updates of the phase; below 1, its share of `train.max_steps`."""
     max_seq_length: int | None = None
     """As in `data`, and so the three below; the evaluation keeps to `data`, to be comparable."""
     masked_lm_prob: float | None = None
@@ -82,40 +80,45 @@ class PhaseConfig:
     global_batch_size: int | None = None
     """Sequences of an update, over all processes."""
     micro_batch_size: int | None = None
-    """Sequences of one forward pass of one process."""
+    """Most sequences in one pass of one process."""
     learning_rate: float | None = None
-    """Starts a new schedule, warm-up included, that ends where the next one starts; null: the one
-    that runs goes on."""
-    warmup_steps: int | None = None
-    """Updates of the warm-up of this phase's learning rate."""
+    """Starts a new schedule, warm-up included, which ends where the next one starts; null: continue
+    the current schedule."""
+    warmup_steps: float | None = None
+    """Updates of the warm-up of this phase's schedule; below 1, their share of its steps."""
 
 
 @dataclass
 class TrainConfig:
     max_steps: int = 1_000_000
     """Updates in all; the learning rate is 0 after the last."""
+    extend: bool = False
+    """Let a run go on with another `max_steps` although the learning rate of the steps that are
+    done would have been another; it goes on with that of the new schedule."""
     phases: list[PhaseConfig] = field(default_factory=list)
-    """Phases one after the other, such as 128 tokens and then 512; their steps add up to
-    max_steps."""
+    """Phases one after the other, such as 128 tokens and then 512: shares that add up to 1, or
+    steps that add up to max_steps."""
     global_batch_size: int = 256
     """Sequences of an update, over all processes."""
     micro_batch_size: int = 32
-    """Sequences of one forward pass of one process; the rest is gradient accumulation."""
+    """Most sequences in one forward pass of one process, as its memory allows. The global batch is
+    divided evenly among processes, and their shares among as few passes as that takes; the gradient
+    is the same however it is divided (dropout is drawn per pass)."""
     optimizer: str = "adamw"
     """`adamw`; `muon` for the matrices of the encoder and AdamW for the rest; or `lamb`, for
     batches of many thousands, in which what does not decay is updated as by AdamW."""
     learning_rate: float = 1e-4
     """Highest learning rate, at the end of the warm-up."""
-    warmup_steps: int = 10_000
-    """Updates of linear warm-up."""
+    warmup_steps: float = 0.01
+    """Updates of linear warm-up; below 1, their share of the steps of the schedule."""
     schedule: str = "linear"
     """From the end of the warm-up to 0 at the end of the run: `linear`, `cosine`, `polynomial`, or
     `trapezoid`, which stays at the top until `decay_steps` before the end and then falls linearly.
     """
     decay_power: float = 0.5
     """Power p of `polynomial`: (share of the steps that is left) ** p."""
-    decay_steps: int | None = None
-    """Updates of the fall of `trapezoid`."""
+    decay_steps: float | None = None
+    """Updates of the fall of `trapezoid`; below 1, their share of the steps of the schedule."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; biases and norms have none."""
     adam_beta1: float = 0.9
@@ -155,21 +158,24 @@ class TrainConfig:
         for name in (counts + " save_every keep_checkpoints timeout_s").split():
             check(getattr(self, name) >= 1, f"train.{name} {getattr(self, name)} is below 1")
         check(0 < self.learning_rate < inf, "train.learning_rate is not a number above 0")
+        for name in ("warmup_steps", "decay_steps"):
+            check_steps(f"train.{name}", getattr(self, name) or 0)
+        warmup = count_steps(self.warmup_steps, self.max_steps)
         check(
-            0 <= self.warmup_steps < self.max_steps,
-            f"train.warmup_steps {self.warmup_steps} is not below {self.max_steps}, the steps of "
-            "the schedule (train.max_steps, or those of its phases)",
+            warmup < self.max_steps,
+            f"train.warmup_steps {warmup:,} is not below the {self.max_steps:,} steps of the "
+            "schedule; give a share of them, such as train.warmup_steps=0.05",
         )
         check_choice(
             "train.schedule", self.schedule, ("linear", "cosine", "polynomial", "trapezoid")
         )
         check(0 < self.decay_power < inf, "train.decay_power is not a number above 0")
         if self.schedule == "trapezoid":
-            after = self.max_steps - self.warmup_steps
+            after = self.max_steps - warmup
             check(
-                1 <= (self.decay_steps or 0) <= after,
+                1 <= count_steps(self.decay_steps or 0, self.max_steps) <= after,
                 f"train.decay_steps is {self.decay_steps}; train.schedule trapezoid wants 1 to "
-                f"{after}, the steps after the warm-up",
+                f"{after:,}, the steps after the warm-up, or a share of all such as 0.2",
             )
         else:
             check(
@@ -177,11 +183,18 @@ class TrainConfig:
                 f"train.decay_steps is given, and train.schedule {self.schedule} decays over all "
                 "steps after the warm-up; drop it, or set train.schedule=trapezoid",
             )
-        check(
-            self.global_batch_size % self.micro_batch_size == 0,
-            f"train.global_batch_size {self.global_batch_size} is not a multiple of "
-            f"train.micro_batch_size {self.micro_batch_size}",
-        )
+
+
+def check_steps(name: str, value: float) -> None:
+    """Raise `UserError` unless `value` is a number of steps or a share of them."""
+    whole = value == int(value)
+    check(value >= 0 and (value < 1 or whole), f"{name} {value:g} is neither steps nor a share")
+
+
+def count_steps(value: float, total: int) -> int:
+    """Steps from a number of them, or from a share of `total` if it is below 1: 0.06 of 1,000 is
+    60."""
+    return round(value * total) if value < 1 else int(value)
 
 
 @dataclass
@@ -215,20 +228,31 @@ class Config(DataConfig):
         )
 
     def validate_phases(self) -> None:
-        for i, phase in enumerate(self.train.phases):
+        listed, total = self.train.phases, self.train.max_steps
+        for i, phase in enumerate(listed):
             name = f"train.phases[{i}]"
-            check(phase.steps >= 1, f"{name}.steps {phase.steps} is below 1")
+            check(phase.steps > 0, f"{name}.steps {phase.steps:g} is not above 0")
+            check_steps(f"{name}.steps", phase.steps)
+            check_steps(f"{name}.warmup_steps", phase.warmup_steps or 0)
             check(
                 phase.warmup_steps is None or phase.learning_rate is not None,
                 f"{name}.warmup_steps is given without a learning_rate, and only a new learning "
                 "rate has a warm-up; give both or neither",
             )
-        total = sum(phase.steps for phase in self.train.phases)
+        summed, shares = sum(phase.steps for phase in listed), [p.steps < 1 for p in listed]
         check(
-            total == self.train.max_steps,
-            f"the steps of train.phases add up to {total}, and train.max_steps is "
-            f"{self.train.max_steps}; set train.max_steps={total}, change the phases, or drop them "
+            all(shares) or not any(shares),
+            "train.phases mixes steps and shares of train.max_steps; give one or the other",
+        )
+        check(
+            abs(summed - (1 if all(shares) else total)) < 1e-6,
+            f"the steps of train.phases add up to {summed:g}, and train.max_steps is {total}; give "
+            "shares that add up to 1, such as [{steps: 0.9}, {steps: 0.1}], or drop the phases "
             "with train.phases=[]",
+        )
+        check(
+            total >= len(listed),
+            f"train.max_steps {total} is below 1 a phase; raise it, or set train.phases=[]",
         )
         for i, phase in enumerate(phases_of(self)):
             try:
@@ -241,7 +265,7 @@ class Config(DataConfig):
 
 @dataclass
 class Phase:
-    """Some steps of a run and what holds in them, all told."""
+    """The fully resolved settings of one phase of a run."""
 
     start: int
     """First step."""
@@ -254,14 +278,15 @@ class Phase:
     data: PairsConfig
     """As the config's `data`, with what the phase gives."""
     train: TrainConfig
-    """As the config's `train`, with what the phase gives; `max_steps` are those of the schedule."""
+    """As the config's `train`, with what the phase gives; `max_steps`, `warmup_steps` and
+    `decay_steps` are those of the schedule, in steps."""
 
 
 def phases_of(config: Config) -> list[Phase]:
     """The phases of a run, one after the other; a run without `train.phases` is one."""
     train = replace(config.train, phases=[])
     listed = config.train.phases or [PhaseConfig(steps=train.max_steps)]
-    starts = list(accumulate((phase.steps for phase in listed), initial=0))
+    edges = phase_edges([phase.steps for phase in listed], train.max_steps)
     phases = []
     for i, phase in enumerate(listed):
         given = {name: value for name, value in vars(phase).items() if value is not None}
@@ -269,24 +294,36 @@ def phases_of(config: Config) -> list[Phase]:
         data = {name: given.pop(name) for name in list(given) if hasattr(config.data, name)}
         if i == 0 or phase.learning_rate is not None:  # a schedule begins, and lasts to the next
             later = (k for k in range(i + 1, len(listed)) if listed[k].learning_rate is not None)
-            schedule_start, end = starts[i], starts[next(later, len(listed))]
+            schedule_start, steps = edges[i], edges[next(later, len(listed))] - edges[i]
             schedule = replace(
                 train,
-                max_steps=end - schedule_start,
+                max_steps=steps,
                 learning_rate=given.get("learning_rate", train.learning_rate),
-                warmup_steps=given.get("warmup_steps", train.warmup_steps),
+                warmup_steps=count_steps(given.get("warmup_steps", train.warmup_steps), steps),
+                decay_steps=train.decay_steps and count_steps(train.decay_steps, steps),
             )
+        given.pop("warmup_steps", None)
         phases.append(
             Phase(
-                start=starts[i],
-                end=starts[i + 1],
+                start=edges[i],
+                end=edges[i + 1],
                 schedule_start=schedule_start,
-                seed=int(key(config.seed, i, PHASE)) if i else config.seed,
+                seed=int(key(config.seed, i, Stream.PHASES)) if i else config.seed,
                 data=replace(config.data, **data),
                 train=replace(schedule, **given),
             )
         )
     return phases
+
+
+def phase_edges(steps: list[float], max_steps: int) -> list[int]:
+    """The first step of each phase, and the end; shares of `max_steps` are rounded to one step at
+    least."""
+    sizes = [value * max_steps if value < 1 else value for value in steps]
+    edges = [round(edge) for edge in accumulate(sizes, initial=0)]
+    for i in range(1, len(steps)):
+        edges[i] = max(edges[i - 1] + 1, min(edges[i], max_steps - (len(steps) - i)))
+    return edges
 
 
 def phase_at(phases: list[Phase], step: int) -> Phase:

@@ -18,7 +18,7 @@ from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS, count_flops
 from pretrain.model import FILL, BertForPreTraining
 from pretrain.optim import build_optimizers
-from pretrain.start import build_accelerator, build_contract, build_model, open_data, show_pair
+from pretrain.start import build_accelerator, fingerprint_run, build_model, open_data, show_pair
 from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # the trial takes about; sequences that operations are counted in
@@ -32,7 +32,7 @@ def plan(config: Config) -> None:
     train, phases = config.train, phases_of(config)
     accelerator = build_accelerator(train, phases)
     store, sources = open_data(config, phases)
-    build_contract(config, store, accelerator)
+    fingerprint_run(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device)
     optimizers = build_optimizers(model, train)
     speed, update_s = try_steps(model, optimizers, sources[0], config, accelerator)
@@ -189,7 +189,7 @@ def check(config: Config) -> None:
     phases = phases_of(config)
     accelerator = build_accelerator(config.train, phases)
     (store, (source, *_)), top = open_data(config, phases), phases[0].train.learning_rate
-    build_contract(config, store, accelerator)
+    fingerprint_run(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device).eval()  # no dropout
     optimizers = build_optimizers(model, config.train)
     print(show_pair(source.batch(0, 1), store.vocabulary))

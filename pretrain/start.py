@@ -24,21 +24,26 @@ from accelerate.utils import (
     gather_object,
 )
 
-from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.batches import Batch, BatchSource, count_passes
 from data_pipeline.config import check
 from data_pipeline.errors import UserError
+from data_pipeline.folders import claim_folder, install_files, write_file
 from data_pipeline.processes import die_with_parent
-from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
-from pretrain.checkpoint import check_contract, newest_checkpoint, read_state
+from data_pipeline.token_store import TOKENIZER_FILES, TokenStore, Vocabulary, read_vocabulary
+from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import Config, Phase, TrainConfig, phase_at
 from pretrain.evaluate import HeldOut
+from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.metrics import TALLY
 from pretrain.model import BertForPreTraining
+
+RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png")  # files, then folders
+RUN_FILES += ("checkpoints", "export", "vocab")
 
 
 def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:
     """Devices and processes; raises `UserError` if fewer processes run than the launcher was asked
-    for, or if they do not divide the batch of a phase."""
+    for, or more than a batch has sequences."""
     launched = "WORLD_SIZE" in os.environ
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and not launched:
         raise UserError(
@@ -75,13 +80,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     if asked != world_size:
         raise UserError(f"the launcher was asked for {asked} processes, {world_size} run")
     for phase in phases:
-        size, micro = phase.train.global_batch_size, phase.train.micro_batch_size
-        share = micro * world_size
-        check(
-            size % share == 0,
-            f"train.global_batch_size {size} is not a multiple of train.micro_batch_size {micro} x "
-            f"{world_size} processes = {share}; try {max(1, round(size / share)) * share}",
-        )
+        count_passes(phase.train.global_batch_size, phase.train.micro_batch_size, world_size)
     return accelerator
 
 
@@ -102,14 +101,14 @@ def stop_all(message: str, accelerator: Accelerator) -> NoReturn:
     sys.exit(2)
 
 
-def shake_hands(config: Config, contract: dict, accelerator: Accelerator) -> None:
+def shake_hands(config: Config, fingerprint: dict, accelerator: Accelerator) -> None:
     """Stop all ranks, naming the first that differs and in what, if they are not of one run.
 
-    Places may differ: what is in `data_dir` is compared, by the hashes in the contract.
+    Places may differ: what is in `data_dir` is compared, by the hashes in the fingerprint.
     """
     train = {f"train.{name}": value for name, value in asdict(config.train).items()}
     device = accelerator.device.type
-    mine = train | contract | {"device": device, "torch": torch.__version__}
+    mine = train | fingerprint | {"device": device, "torch": torch.__version__}
     ranks = gather_object([(socket.gethostname(), mine)])
     first = ranks[0][1]
     for rank, (host, other) in enumerate(ranks):
@@ -157,8 +156,8 @@ def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
     return model
 
 
-def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
-    """What must stay the same from the first step of a run to its last, flat.
+def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
+    """The fingerprint of the run that `config` describes on this store and these processes.
 
     Raises `UserError` if the model has another id of [PAD] than the vocabulary.
     """
@@ -168,40 +167,25 @@ def build_contract(config: Config, store: TokenStore, accelerator: Accelerator) 
         f"model.pad_token_id is {config.model.pad_token_id}, and [PAD] has id {pad} in the "
         f"vocabulary; set model.pad_token_id={pad}",
     )
-    free = (
-        "compile",
-        "gradient_checkpointing",
-        "log_every",
-        "eval_every",
-        "eval_examples",
-        "save_every",
-        "keep_checkpoints",
-        "timeout_s",
-    )
-    sections = {
-        "data": asdict(config.data),
-        "model": asdict(config.model),
-        "train": asdict(config.train),
-    }
-    contract = {
-        f"{section}.{name}": value
-        for section, values in sections.items()
-        for name, value in values.items()
-        if name not in free
-    }
-    contract["train.precision"] = accelerator.mixed_precision
-    return contract | {
-        "seed": config.seed,
-        "vocab_sha256": store.vocabulary.sha256,
-        "data_sha256": store.manifest["sha256"],
-    }
+    precision = accelerator.mixed_precision.replace("no", "fp32")
+    hashes = store.vocabulary.sha256, store.manifest["data_sha256"]
+    return build_fingerprint(config, *hashes, precision)
+
+
+def is_older_run(run_dir: Path) -> bool:
+    """Whether an earlier version, which left no marker, trained in this folder."""
+    return (run_dir / "lock").exists() and (run_dir / "metrics.jsonl").exists()
 
 
 def lock_run(run_dir: Path, accelerator: Accelerator):
-    """The open lock file of a run: two jobs in one folder would write over each other."""
+    """Claim the folder of a run and lock it: two jobs in one would write over each other.
+
+    Returns the open lock file. Raises `UserError` if the folder is in use, or holds files of the
+    user's under names that a run writes.
+    """
     if not accelerator.is_main_process:
         return open(os.devnull)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    claim_folder(run_dir, RUN_FILES, "run_dir", is_older_run)
     lock = open(run_dir / "lock", "a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,19 +200,35 @@ def lock_run(run_dir: Path, accelerator: Accelerator):
     return lock
 
 
-def find_state(run_dir: Path, contract: dict, accelerator: Accelerator) -> tuple[Path | None, dict]:
+def load_resume_state(
+    run_dir: Path, fingerprint: dict, micro_batch_size: int, extend: bool, accelerator: Accelerator
+) -> tuple[Path | None, dict]:
     """(checkpoint to go on from or None, state of the run), the same for all ranks.
 
     Raises `UserError` if the run is of another config.
     """
     found = [newest_checkpoint(run_dir / "checkpoints") if accelerator.is_main_process else None]
     broadcast_object_list(found)
-    if found[0] is None:
-        state = {"step": 0, "window": [0.0] * TALLY, "evaluation": {}, "part_sizes": []}
-    else:
+    state = {"step": 0, "window": [0.0] * TALLY, "evaluation": {}, "part_sizes": []}
+    if found[0] is not None:
         state = read_state(found[0])
-        check_contract(state["contract"], contract, run_dir)
-    return found[0], state | {"contract": contract}
+        saved = read_fingerprint(state)
+        for line in check_fingerprint(saved, fingerprint, state["step"], run_dir, extend):
+            accelerator.print(line)
+        if state.get("micro_batch_size", micro_batch_size) != micro_batch_size:
+            accelerator.print(
+                f"train.micro_batch_size was {state['micro_batch_size']}, is {micro_batch_size}: "
+                "the same gradients, but for dropout, which is drawn per pass"
+            )
+    state.pop("contract", None)
+    return found[0], state | {"fingerprint": fingerprint, "micro_batch_size": micro_batch_size}
+
+
+def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:
+    """Put what an export needs into the folder of the run, which may then be moved: the vocabulary,
+    and what the run is."""
+    install_files(vocab_dir, run_dir / "vocab", TOKENIZER_FILES)
+    write_file(run_dir / "fingerprint.json", json.dumps(fingerprint, indent=1).encode() + b"\n")
 
 
 def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) -> HeldOut | None:

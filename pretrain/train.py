@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from omegaconf import OmegaConf
 
 from data_pipeline.batches import Batch, BatchSource, prefetch
-from data_pipeline.hashing import key
+from data_pipeline.hashing import Stream, draws, key
 from data_pipeline.processes import progress_bar
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, Phase, phase_at, phases_of
@@ -27,20 +27,18 @@ from pretrain.optim import build_optimizers, learning_rate
 from pretrain.sharding import clip_gradients, no_sync, wrap_model
 from pretrain.start import (
     build_accelerator,
-    build_contract,
     build_held_out,
     build_model,
     describe,
-    find_state,
+    fingerprint_run,
+    keep_in_run,
+    load_resume_state,
     lock_run,
     open_data,
     shake_hands,
     stop_all,
 )
 from pretrain.tracking import Tracker, draw_curves
-
-DROPOUT = 5  # stream of `hashing.key`; 0 to 4 make the data
-
 
 def train(config: Config) -> None:
     """Train the model of a config on its token store, from where `run_dir` stands, and export it.
@@ -57,10 +55,12 @@ def train(config: Config) -> None:
     store, sources = open_data(config, phases)
     vocabulary = store.vocabulary
     held_out = build_held_out(config, store, accelerator)
-    contract = build_contract(config, store, accelerator)
-    shake_hands(config, contract, accelerator)
+    fingerprint = fingerprint_run(config, store, accelerator)
+    shake_hands(config, fingerprint, accelerator)
     lock = lock_run(run_dir, accelerator)
-    checkpoint, state = find_state(run_dir, contract, accelerator)
+    checkpoint, state = load_resume_state(
+        run_dir, fingerprint, settings.micro_batch_size, settings.extend, accelerator
+    )
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # none in a new run
         source.part_sizes = sizes
 
@@ -77,6 +77,7 @@ def train(config: Config) -> None:
         load_optimizers(checkpoint, bare, optimizers)
     if main:
         OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
+        keep_in_run(run_dir, data_dir / "vocab", fingerprint)
         tracker = Tracker(run_dir, state["step"], config.tracking.wandb, asdict(config))
         describe(config, bare, phases, sources, state["step"], accelerator)
 
@@ -179,9 +180,9 @@ def read_steps(
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """Of the masks that dropout draws in one micro-batch of the global batch: nothing to save, or
-    to restore."""
-    return int(key(seed, DROPOUT, step, micro_batch) >> np.uint64(1))
+    """Dropout seed of one micro-batch of the global batch, so that a resumed run needs no generator
+    state."""
+    return int(draws(key(seed, step, Stream.DROPOUT), np.array([micro_batch]))[0] >> np.uint64(1))
 
 
 def count_masked(micro_batches: list[Batch], accelerator: Accelerator) -> torch.Tensor:

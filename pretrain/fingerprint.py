@@ -1,0 +1,189 @@
+"""What must match for a run to go on: named settings that change its data or its mathematics.
+
+A setting that is added to the config later changes no run that has begun: it has to be named here,
+and counts as its default where a checkpoint does not know it. Free to change are places, intervals,
+what is kept, the number of processes and the size of a pass.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+
+from data_pipeline.config import PairsConfig
+from data_pipeline.errors import UserError
+from pretrain.config import Config, ModelConfig, PhaseConfig, TrainConfig, phases_of
+from pretrain.optim import learning_rate
+
+SCHEMA = 2  # 1 held every field of the config
+MODEL = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "initializer_range",
+    "layer_norm_eps",
+    "pad_token_id",
+    "position_embedding_type",
+)
+DATA = ("objective", "masking", "mask_replace_prob", "random_replace_prob")
+TRAIN = (
+    "optimizer",
+    "schedule",
+    "decay_power",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+)
+PHASE_DATA = ("max_seq_length", "masked_lm_prob", "max_predictions_per_seq", "short_seq_prob")
+PHASE_TRAIN = ("global_batch_size", "learning_rate")
+LENGTHS = ("warmup_steps", "decay_steps", "max_steps")  # of a schedule
+RATES_COMPARED = 10_000  # steps at most, spread over those that are done
+
+
+def build_fingerprint(config: Config, vocab_sha256: str, data_sha256: str, precision: str) -> dict:
+    """The fingerprint of a run, as JSON gives it back.
+
+    precision: of the products, `fp32` or `bf16`; `auto` may be either.
+    """
+    found = {"schema": SCHEMA, "seed": config.seed, "train.precision": precision}
+    found |= {"vocab_sha256": vocab_sha256, "data_sha256": data_sha256}
+    found |= {f"model.{name}": getattr(config.model, name) for name in MODEL}
+    inner = config.model.intermediate_size or 4 * config.model.hidden_size
+    found["model.intermediate_size"] = inner
+    found |= {f"data.{name}": getattr(config.data, name) for name in DATA}
+    found |= {f"train.{name}": getattr(config.train, name) for name in TRAIN}
+    found["phases"] = [
+        {"start": phase.start, "end": phase.end, "schedule_start": phase.schedule_start}
+        | {name: getattr(phase.data, name) for name in PHASE_DATA}
+        | {name: getattr(phase.train, name) for name in (*PHASE_TRAIN, *LENGTHS)}
+        for phase in phases_of(config)
+    ]
+    return found
+
+
+def read_fingerprint(state: dict) -> dict:
+    """The fingerprint in the state of a checkpoint of any schema, in the form of today."""
+    saved = state.get("fingerprint") or convert_schema_1(state["contract"])
+    if saved["schema"] > SCHEMA:
+        raise UserError(
+            f"the checkpoint has schema {saved['schema']}, and this version reads 1 to {SCHEMA}; "
+            "use the version of bert-pretrain that wrote it, or a later one"
+        )
+    defaults = build_fingerprint(Config(), "", "", "fp32")
+    phase = defaults["phases"][0]
+    return defaults | saved | {"phases": [phase | other for other in saved["phases"]]}
+
+
+def convert_schema_1(contract: dict) -> dict:
+    """The fingerprint of a contract of schema 1, which held all fields of three sections, flat."""
+
+    def section(schema: type, name: str):
+        known = {item.name for item in fields(schema)}
+        values = (
+            (key.removeprefix(f"{name}."), value)
+            for key, value in contract.items()
+            if key.startswith(f"{name}.")
+        )
+        return schema(**{key: value for key, value in values if key in known})
+
+    train = section(TrainConfig, "train")
+    train.phases = [PhaseConfig(**phase) for phase in contract.get("train.phases", [])]
+    config = Config(
+        seed=contract["seed"],
+        data=section(PairsConfig, "data"),
+        model=section(ModelConfig, "model"),
+        train=train,
+    )
+    precision = {"no": "fp32"}.get(contract["train.precision"], contract["train.precision"])
+    hashes = contract["vocab_sha256"], contract["data_sha256"]
+    return build_fingerprint(config, *hashes, precision) | {"schema": 1}
+
+
+def check_fingerprint(
+    saved: dict, wanted: dict, step: int, run_dir: object, extend: bool = False
+) -> list[str]:
+    """What the user should know about going on at `step`, a line each.
+
+    Raises `UserError` that names each old and new value if the run would not be the same one. The
+    number of steps may change if the learning rates of the steps that are done stay what they were,
+    or with `extend`.
+    """
+    changed = [
+        f"{name} was {saved.get(name)!r}, is {value!r}"
+        for name, value in wanted.items()
+        if name not in ("schema", "phases") and saved.get(name) != value
+    ]
+    changed += list_begun(saved["phases"], wanted["phases"], step)
+    before, after = saved["phases"][-1]["end"], wanted["phases"][-1]["end"]
+    if after < step:
+        changed.append(f"the run has done {step:,} steps, and train.max_steps is {after:,}")
+    advice = "Choose another run_dir, or restore these values to go on"
+    moved = not changed and not same_rates(saved, wanted, step)
+    if moved and not extend:
+        changed.append(
+            f"train.max_steps was {before:,}, is {after:,}"
+            if before != after
+            else "the steps of its schedule or phases were others"
+        )
+        advice += ", or set train.extend=true to go on with the learning rate of the new schedule"
+    if changed:
+        raise UserError(f"{run_dir} is the run of another config: {'; '.join(changed)}. {advice}")
+    lines = []
+    if moved or before != after:
+        was, now = (rate_at(f["phases"], f["train.schedule"], f["train.decay_power"], step)
+                    for f in (saved, wanted))  # fmt: skip
+        lines.append(
+            f"from step {step:,} to {after:,} in place of {before:,}: the learning rate goes on at "
+            f"{now:.3g}, it would have been {was:.3g}"
+        )
+    if saved["schema"] == 1 and step:
+        lines.append(
+            "an earlier version began this run: dropout, and the data of phases after the first, "
+            f"are drawn by other random numbers from step {step:,} on"
+        )
+    return lines
+
+
+def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str]:
+    """How the phases that have begun before `step` differ, but for the lengths of schedules."""
+    for i, phase in enumerate(saved):
+        if phase["start"] >= max(step, 1):
+            break
+        name = f"phase {i}: " if len(saved) > 1 else ""
+        if i >= len(wanted):
+            yield f"{name}it is gone"
+            continue
+        for key in ("start", "schedule_start", *PHASE_DATA, *PHASE_TRAIN):
+            if phase[key] != wanted[i][key]:
+                yield f"{name}{key} was {phase[key]!r}, is {wanted[i][key]!r}"
+    ends = [phase["end"] for phase in saved if phase["end"] < step]
+    if ends != [phase["end"] for phase in wanted[: len(ends)]]:
+        yield f"phases that are over ended at {ends}"
+
+
+def rate_at(phases: list[dict], schedule: str, decay_power: float, step: int) -> float:
+    """The learning rate of a step by the phases of a fingerprint; 0 after the last."""
+    if step >= phases[-1]["end"]:
+        return 0.0
+    phase = next(phase for phase in phases if step < phase["end"])
+    train = SimpleNamespace(**phase, schedule=schedule, decay_power=decay_power)
+    return learning_rate(step - phase["schedule_start"], train)
+
+
+def same_rates(saved: dict, wanted: dict, step: int) -> bool:
+    """Whether the steps before `step` have the same learning rates by both fingerprints."""
+    steps = np.unique(np.linspace(0, step - 1, min(step, RATES_COMPARED)).astype(int)).tolist()
+    rates = [
+        [rate_at(f["phases"], f["train.schedule"], f["train.decay_power"], s) for s in steps]
+        for f in (saved, wanted)
+    ]
+    return np.allclose(*rates, rtol=1e-9, atol=0)
