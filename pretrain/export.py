@@ -405,6 +405,31 @@ def keep_known_in(value, section: type):
     return keep_known(value, section) if isinstance(value, dict) else value
 
 
+def push(out_dir: Path, repo_id: str, private: bool) -> str:
+    """Upload the files of an export to a repository on the hub; returns its address.
+
+    Makes the repository if need be. Raises `UserError` if the hub refuses, or if a repository that
+    is to be private exists and is public.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        is_public = private and not api.model_info(url.repo_id).private
+        if not is_public:
+            files = [*read_marker(out_dir), MARKER]
+            api.upload_folder(repo_id=url.repo_id, folder_path=out_dir, allow_patterns=files)
+    except Exception as error:  # of the network, of the hub or of the name
+        raise UserError(
+            f"{out_dir} is exported and not pushed to {repo_id}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. "
+            "Log in with `hf auth login`, check the name, and run the same command again"
+        ) from None
+    check(not is_public, f"{repo_id} exists and is public, so nothing is pushed; make it private")
+    return str(url)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain.export", description=__doc__)
     parser.add_argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=Path)
@@ -420,7 +445,11 @@ def main() -> None:
         action="store_true",
         help="replace files of the same names, whoever wrote them; all others stay",
     )
+    parser.add_argument("--push", metavar="REPO_ID", help="upload the export to the hub")
+    parser.add_argument("--private", action="store_true", help="push to a private repository")
     args = parser.parse_args()
+    if args.private and not args.push:
+        parser.error("--private needs --push REPO_ID")
     checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
     check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():
@@ -435,6 +464,8 @@ def main() -> None:
     options = {"dtype": args.dtype, "pytorch_bin": args.pytorch_bin, "overwrite": args.overwrite}
     export_checkpoint(checkpoint, config, out_dir, **options)
     print(f"exported {checkpoint} to {out_dir}")
+    if args.push:
+        print(f"pushed to {push(out_dir, args.push, args.private)}")
 
 
 if __name__ == "__main__":

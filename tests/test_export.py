@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -18,6 +19,8 @@ import pytest
 import torch
 import yaml
 from conftest import contents
+from huggingface_hub import RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -926,6 +929,72 @@ def test_the_gate_stops_a_pytorch_model_bin_that_is_not_the_model(
     with pytest.raises(AssertionError, match="pytorch_model.bin"):
         write(model, prepared, tmp_path / "out", pytorch_bin=True)
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------ the hub
+
+
+class Hub:
+    """Stands in for `huggingface_hub.HfApi`: keeps what it is asked for."""
+
+    def __init__(self, is_private: bool = True, error: Exception | None = None):
+        self.is_private, self.error, self.calls = is_private, error, []
+
+    def create_repo(self, repo_id: str, **options):
+        if self.error:
+            raise self.error
+        self.calls.append((repo_id, options))
+        return RepoUrl(f"https://huggingface.co/me/{repo_id.split('/')[-1]}")
+
+    def model_info(self, repo_id: str):
+        return SimpleNamespace(private=self.is_private)
+
+    def upload_folder(self, repo_id: str, folder_path: Path, allow_patterns: list[str]):
+        names = contents(folder_path)
+        self.calls.append((repo_id, set(filter_repo_objects(names, allow_patterns=allow_patterns))))
+
+
+def test_push_uploads_the_files_of_the_export_and_no_others(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    for name in (".git/HEAD", "notes.txt", "old/config.json", "tf_model.h5"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("")
+    run_cli(monkeypatch, run_dir, tmp_path / "out", "--overwrite", "--push", "bert", "--private")
+    assert hub.calls == [("bert", {"private": True, "exist_ok": True}), ("me/bert", FILES)]
+    assert "pushed to https://huggingface.co/me/bert" in capsys.readouterr().out
+    run_cli(monkeypatch, run_dir, tmp_path / "out", "--push", "me/bert")
+    assert hub.calls[2:] == [("me/bert", {"private": None, "exist_ok": True}), ("me/bert", FILES)]
+
+
+def test_a_public_repository_is_not_pushed_to_as_private(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    hub = Hub(is_private=False)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--push", "me/bert", "--private")
+    assert_one_line_error(capsys, "me/bert exists and is public")
+    assert len(hub.calls) == 1
+
+
+def test_an_error_of_the_hub_is_one_line_and_the_export_is_there(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    hub = Hub(error=OSError("401 Client Error\n\nInvalid username or password."))
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--push", "me/bert")
+    assert_one_line_error(capsys, "401 Client Error", "hf auth login", str(tmp_path / "out"))
+    load_export(tmp_path / "out")
+
+
+def test_private_without_push_is_refused(run_dir, tmp_path, monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--private")
+    assert "--private needs --push" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 # ----------------------------------------------------------------------------------- fill_mask
