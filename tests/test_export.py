@@ -521,7 +521,7 @@ def test_a_card_without_a_licence_says_so(prepared) -> None:
     assert "license" not in front and "No licence was stated" in body
 
 
-def test_the_card_lists_each_source_by_name_and_language(prepared, store) -> None:
+def test_the_card_lists_each_source_by_name_and_language(prepared, store, tmp_path) -> None:
     sources = "[{files: /secret/a.txt}, {dataset: {path: org/wiki, name: x.no}, language: 'no'}]"
     overrides = [f"corpus={{sources: {sources}}}"]
     sizes = {"documents": 3, "sentences": 40, "tokens": 5000, "bytes": 1, "words": 1}
@@ -529,7 +529,7 @@ def test_the_card_lists_each_source_by_name_and_language(prepared, store) -> Non
         "sources": [{"name": "/secret/a.txt"} | sizes, {"name": "org/wiki"} | sizes]
     }
     text = (prepared / "config.yaml").read_text().replace("corpus:", "removed:")
-    path = prepared.parent / "sources.yaml"
+    path = tmp_path / "sources.yaml"
     path.write_text("\n".join(line for line in text.splitlines() if "removed:" not in line))
     config = load_config(Config, str(path), overrides)
     state = {"step": 1, "evaluation": {}, "fingerprint": FINGERPRINT}
