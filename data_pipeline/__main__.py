@@ -22,7 +22,7 @@ def main() -> None:
     if (share is not None) + args.finish + args.verify > 1:
         raise UserError("--task-index, --finish and --verify are different commands; give one")
     config = load_config(
-        DataConfig, args.config, args.overrides, others=("model", "train", "tracking")
+        DataConfig, args.config, args.overrides, others=("model", "train", "tracking", "export")
     )
 
     # after the config: a mistake in it shows at once

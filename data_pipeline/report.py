@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
     config = load_config(
-        DataConfig, args.config, args.overrides, others=("model", "train", "tracking")
+        DataConfig, args.config, args.overrides, others=("model", "train", "tracking", "export")
     )
     result = measure(config)
     for check in result["checks"]:

@@ -99,6 +99,7 @@ def sync(path: Path) -> None:
 
 
 def file_hash(path: Path) -> str:
+    """Compute the sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""The config of a run: the data's sections, and the model's, the training's and the tracking's."""
+"""The config of a run: the data's sections, and those of model, training, tracking and export."""
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -204,6 +204,13 @@ class TrackingConfig:
 
 
 @dataclass
+class ExportConfig:
+    license: str | None = None
+    """Licence of the exported model, by its hub identifier, for the model card; null: not
+    stated."""
+
+
+@dataclass
 class Config(DataConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     """The encoder."""
@@ -211,6 +218,8 @@ class Config(DataConfig):
     """How it is trained."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Who is told about it."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    """What the exported folder says of the model."""
 
     def validate(self) -> None:
         super().validate()

@@ -1,17 +1,23 @@
-"""The end of the journey: a checkpoint -> a folder that every BERT class of transformers loads.
+"""Write a checkpoint as a folder that every BERT class of transformers loads.
 
 `python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` does it for any checkpoint, on a CPU. A
-gate reads the folder back and compares it with the model before it says done.
+gate reads the folder back and compares it with the model before OUT_DIR changes. The file
+`export.json` lists what an export wrote, so that the next one replaces that and nothing else.
 """
 
 import argparse
+import copy
 import json
+import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,12 +25,22 @@ from data_pipeline.batches import Batch
 from data_pipeline.config import check
 from data_pipeline.errors import UserError, run_command
 from data_pipeline.processes import written_beside
-from data_pipeline.token_store import read_vocabulary
-from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
-from pretrain.config import Config, ModelConfig, phases_of
+from data_pipeline.token_store import read_manifest, read_vocabulary
+from pretrain.checkpoint import FILES as CHECKPOINT_FILES
+from pretrain.checkpoint import file_hash, find_fault, load_model, newest_checkpoint, read_state
+from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining
+from pretrain.model_card import model_card, project_version
 
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
+FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # of every export
+PYTORCH_BIN = "pytorch_model.bin"
+MARKER = "export.json"
+SCHEMA = 1  # of the marker
+TITLE_BEFORE = "# BERT, pretrained from scratch with bert-pretrain\n"  # of cards beside no marker
+STAGE = ".bert-pretrain-export"  # holds the finished files on their way into an existing folder
+OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")
+DTYPES = ("float32", "bfloat16", "float16")
 NAMES = {  # ours -> transformers'; of a layer after "layers.N."
     "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
     "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
@@ -49,7 +65,7 @@ LAYER_NAMES = {
 
 
 def hf_name(name: str) -> str:
-    """transformers' name for one of our tensors."""
+    """Translate the name of one of our tensors into transformers'."""
     if name in NAMES:
         return NAMES[name]
     stem, _, kind = name.rpartition(".")
@@ -60,41 +76,70 @@ def hf_name(name: str) -> str:
 
 
 def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under transformers' names; the tied decoder is not written, transformers ties
-    it."""
+    """Rename our weights as transformers does; it ties the decoder itself, so that is left out."""
     return {hf_name(name): tensor for name, tensor in state.items()}
 
 
 def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    """The tensors `names` of our model from transformers' weights."""
+    """Select the tensors `names` of our model from transformers' weights."""
     return {name: weights[hf_name(name)] for name in names}
 
 
-def export(model: BertForPreTraining, vocab_dir: Path, out_dir: Path, card: str) -> None:
-    """Write the Hugging Face folder of a model on the CPU to `out_dir`, once the gate has passed
-    it.
+def export(
+    model: BertForPreTraining,
+    vocab_dir: Path,
+    out_dir: Path,
+    card: str,
+    origin: dict,
+    dtype: str = "float32",
+    pytorch_bin: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write the Hugging Face folder of a model on the CPU to `out_dir`, once the gate passes it.
 
-    Raises `AssertionError` if what is read back is not the model: a fault of ours, nothing is left
-    behind.
+    origin: `step`, `vocab_sha256` and `data_sha256` of the checkpoint, for the marker.
+    Raises `UserError` if a file of the user would be lost, and `AssertionError` if what is read
+    back is not the model (a fault of ours); `out_dir` is then as it was.
     """
-    with written_beside(out_dir) as folder:
+    model = copy.deepcopy(model).to(getattr(torch, dtype)).float()  # what the file can hold
+    stage = out_dir / STAGE if out_dir.is_dir() else out_dir.with_name(out_dir.name + STAGE)
+    with written_beside(stage) as folder:
         for name in TOKENIZER_FILES:
             shutil.copy(vocab_dir / name, folder / name)
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings["model_max_length"] = model.config.max_position_embeddings
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        weights = {name: t.contiguous() for name, t in to_hf(model.state_dict()).items()}
+        write_json(folder / "tokenizer_config.json", settings)
+        weights = to_hf(model.state_dict())
+        weights = {n: t.to(getattr(torch, dtype)).contiguous() for n, t in weights.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
-        vocab_size = len(model.mlm.bias)
-        config = hf_config(model.config, vocab_size)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if pytorch_bin:
+            torch.save(weights, folder / PYTORCH_BIN)
+        write_json(folder / "config.json", hf_config(model.config, len(model.mlm.bias), dtype))
         passed = check_export(model, folder)
-        (folder / "README.md").write_text(card + f"\nChecked at export: {passed}.\n")
+        (folder / "README.md").write_text(f"{card}\nChecked at export: {passed}.\n")
+        hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+        marker = {"schema": SCHEMA, "made_by": project_version(), **origin, "files": hashes}
+        write_json(folder / MARKER, marker)
+        check_export_folder(out_dir, overwrite, pytorch_bin)  # it may have changed meanwhile
+    move_files(stage, out_dir)
+    others = {path.name for pattern in OTHER_WEIGHTS for path in out_dir.glob(pattern)}
+    if others := sorted(others - hashes.keys()):
+        print(
+            f"note: {out_dir} also holds {', '.join(others)}, which this export did not write; a "
+            "loader may read them instead of model.safetensors, so remove what you do not need"
+        )
 
 
-def hf_config(config: ModelConfig, vocab_size: int) -> dict:
-    """The `config.json` of a model: BertConfig's names and values."""
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def hf_config(config: ModelConfig, vocab_size: int, dtype: str = "float32") -> dict:
+    """Build the `config.json` of a model: BertConfig's names and values.
+
+    The dtype goes by its older name, which all versions of transformers read.
+    """
     settings = asdict(config)
     settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
     return settings | {
@@ -102,12 +147,12 @@ def hf_config(config: ModelConfig, vocab_size: int) -> dict:
         "model_type": "bert",
         "vocab_size": vocab_size,
         "tie_word_embeddings": True,
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
     }
 
 
 def load_export(folder: Path) -> BertForPreTraining:
-    """Our model from an exported folder."""
+    """Read our model, in float32, from an exported folder."""
     settings = json.loads((folder / "config.json").read_text())
     known = {name: settings[name] for name in ModelConfig.__dataclass_fields__}
     model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"])
@@ -116,16 +161,98 @@ def load_export(folder: Path) -> BertForPreTraining:
     return model.eval()
 
 
+# ------------------------------------------------------------------- the folder of the user
+
+
+def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: bool = False) -> None:
+    """Check that an export to `out_dir` replaces no file but those that an export wrote.
+
+    Needs no model, so that a training can call it before its first step. With `overwrite`, files
+    of the names that an export writes may be replaced, whoever wrote them. Raises `UserError`.
+    """
+    if not out_dir.exists():
+        return
+    check(out_dir.is_dir(), f"{out_dir} is a file; choose another OUT_DIR")
+    is_checkpoint = all((out_dir / name).exists() for name in CHECKPOINT_FILES)
+    check(not is_checkpoint, f"{out_dir} is a checkpoint; choose another OUT_DIR")
+    found = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith(STAGE))
+    names = [*FILES, MARKER, *([PYTORCH_BIN] if pytorch_bin else [])]
+    for name in names:
+        check(not (out_dir / name).is_dir(), f"{out_dir / name} is a folder; move it away")
+    if overwrite or not found or is_earlier_export(out_dir, found):
+        return
+    # a replacement that was interrupted has left the marker of the newer files in the stage
+    markers = [read_marker(folder) for folder in (out_dir, out_dir / STAGE)]
+    check(
+        any(markers),
+        f"{out_dir} holds {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}, and no "
+        f"{MARKER} says that an export wrote it; choose another OUT_DIR, or let python -m "
+        f"pretrain.export --overwrite replace {', '.join(names)} there and keep all else",
+    )
+    for name in sorted({*names} & {*found} - {MARKER}):
+        written = [marker[name] for marker in markers if name in marker]
+        check(
+            file_hash(out_dir / name) in written,
+            f"{out_dir / name} {'was changed since' if written else 'is not of'} the export that "
+            f"{MARKER} lists; move it away, choose another OUT_DIR, or let python -m "
+            "pretrain.export --overwrite replace it",
+        )
+
+
+def is_earlier_export(folder: Path, found: list[str]) -> bool:
+    """Recognize an export of the versions that wrote no marker: their files, nothing else."""
+    if not {"README.md"} <= set(found) <= set(FILES):
+        return False
+    return TITLE_BEFORE in (folder / "README.md").read_text(encoding="utf-8", errors="replace")
+
+
+def read_marker(folder: Path) -> dict[str, str]:
+    """Read the sha256 of each file that an export wrote to `folder`; empty if none did."""
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        is_ours = marker["schema"] == SCHEMA and marker["made_by"].startswith("bert-pretrain ")
+        return dict(marker["files"]) if is_ours else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def move_files(stage: Path, out_dir: Path) -> None:
+    """Move the files of a finished export to `out_dir`, one at a time, the marker last.
+
+    Where this stops midway, every file is whole and none is lost; the marker that is still in the
+    stage lets the same command go on.
+    """
+    if not out_dir.exists():
+        stage.rename(out_dir)
+        return
+    for path in sorted(stage.iterdir(), key=lambda path: path.name == MARKER):
+        try:
+            os.replace(path, out_dir / path.name)
+        except OSError as error:
+            raise UserError(
+                f"{out_dir / path.name} could not be replaced ({error.strerror}); files of two "
+                f"exports lie in {out_dir} now, each of them whole: run the same command again"
+            ) from None
+    stage.rmdir()
+
+
 # ---------------------------------------------------------------------------------- the gate
 
 
 def check_export(model: BertForPreTraining, folder: Path) -> str:
-    """Read the folder back and compare; returns what was compared.
+    """Read the folder back and compare it with a model whose weights its dtype can hold.
 
-    Always: keys, logits of a fresh model, special ids. With transformers installed: its own
-    loading, logits, ties, token ids and the polarity of the NSP head.
+    Always: keys, dtype, logits of a fresh model, special ids. With transformers installed: its own
+    loading, logits, ties, token ids and the polarity of the NSP head. Returns what was compared.
     """
     model = model.eval()
+    weights = load_file(folder / "model.safetensors")
+    dtype = json.loads((folder / "config.json").read_text())["torch_dtype"]
+    assert {t.dtype for t in weights.values()} == {getattr(torch, dtype)}, "another dtype"
+    if (folder / PYTORCH_BIN).exists():
+        pickled = torch.load(folder / PYTORCH_BIN, weights_only=True)
+        assert pickled.keys() == weights.keys(), f"other keys in {PYTORCH_BIN}"
+        assert all(equal_tensors(pickled[name], weights[name]) for name in weights), PYTORCH_BIN
     batch = probe_batch(len(model.mlm.bias), model.config.max_position_embeddings)
     with torch.no_grad():
         wanted = model.logits(batch)
@@ -146,8 +273,12 @@ def check_export(model: BertForPreTraining, folder: Path) -> str:
     return check_with_transformers(transformers, folder, batch, wanted)
 
 
+def equal_tensors(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
 def probe_batch(vocab_size: int, max_length: int) -> Batch:
-    """Two sequences of ordinary ids, of different length, every fourth token to be predicted."""
+    """Make two sequences of ordinary ids, of different length, with every fourth masked."""
     lengths = torch.tensor([min(24, max_length), min(17, max_length)])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.arange(5, 5 + int(lengths.sum())) * 7 % (vocab_size - 5) + 5
@@ -161,8 +292,11 @@ def probe_batch(vocab_size: int, max_length: int) -> Batch:
 
 
 def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) -> str:
+    """Compare what transformers makes of the folder with our logits; returns what was compared."""
     transformers.utils.logging.disable_progress_bar()
-    peer, report = transformers.BertForPreTraining.from_pretrained(folder, output_loading_info=True)
+    peer, report = transformers.BertForPreTraining.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"], report
     assert peer.cls.predictions.decoder.weight is peer.bert.embeddings.word_embeddings.weight
     padded = batch.padded()
@@ -187,78 +321,137 @@ def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) ->
     return "transformers loads every key, equal logits, tied decoder, equal token ids"
 
 
-# ---------------------------------------------------------------------------------- by itself
+# ---------------------------------------------------------------------------------- the run
 
 
-def model_card(config: Config, state: dict, parameters: int) -> str:
-    """README.md of the exported folder: what it is, from what, how it is loaded."""
-    labels = {"nsp": "B follows A, 1 that it is random", "sop": "A and B are in order, 1 swapped"}
-    pairs = ""
-    if config.data.objective in labels:
-        pairs = "In `BertForNextSentencePrediction`, label 0 says that "
-        pairs += f"{labels[config.data.objective]}.\n"
-    metrics = "\n".join(f"- {name}: {value:.4f}" for name, value in state["evaluation"].items())
-    sizes = " and ".join(
-        f"{phase.train.global_batch_size} sequences of at most {phase.data.max_seq_length} tokens"
-        + (f" (from step {phase.start:,})" if phase.start else "")
-        for phase in phases_of(config)
-        if phase.start < max(state["step"], 1)
-    )
-    data = config.data
-    return f"""---
-library_name: transformers
-pipeline_tag: fill-mask
-tags: [bert]
----
-# BERT, pretrained from scratch with bert-pretrain
+def export_checkpoint(checkpoint: Path, config: Config, out_dir: Path, **options) -> None:
+    """Export a checkpoint, which lies in its run folder, of the run that `config` describes.
 
-{parameters:,} parameters, {state["step"]:,} steps of {sizes}.
-Objective: masked words ({data.masking}, {data.masked_lm_prob:.0%}) and sentence pairs
-({data.objective}).
-
-```python
-from transformers import AutoModel, AutoTokenizer, pipeline
-tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModel.from_pretrained(".")
-pipeline("fill-mask", model=".")("A sentence with a [MASK].")
-```
-
-A class for another task (`BertForSequenceClassification`, ...) starts with a new head and says so;
-that is as it should be.
-{pairs}
-On held-out documents:
-
-{metrics or "- not evaluated"}
-
-- vocabulary sha256 {state["contract"]["vocab_sha256"]}
-- token store sha256 {state["contract"]["data_sha256"]}
-"""
-
-
-def export_checkpoint(checkpoint: Path, config: Config, vocab_dir: Path, out_dir: Path) -> None:
-    """Export a checkpoint of the run that `config` tells."""
-    vocabulary = read_vocabulary(vocab_dir)
-    state = read_state(checkpoint)
-    check(
-        state["contract"]["vocab_sha256"] == vocabulary.sha256,
-        f"{checkpoint} was trained with another vocabulary than {vocab_dir} holds",
-    )
-    model = BertForPreTraining(config.model, len(vocabulary))
+    options: `dtype`, `pytorch_bin` and `overwrite` of `export`.
+    """
+    state = read_run_state(checkpoint)
+    fingerprint = state["fingerprint"]
+    vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
+    model = BertForPreTraining(config.model, len(read_vocabulary(vocab_dir)))
     load_model(checkpoint, model)
-    card = model_card(config, state, sum(p.numel() for p in model.parameters()))
-    export(model, vocab_dir, out_dir, card)
+    parameters = sum(p.numel() for p in model.parameters())
+    lowercase = json.loads((vocab_dir / "tokenizer_config.json").read_text())["do_lower_case"]
+    manifest = find_manifest(config, fingerprint["data_sha256"])
+    card = model_card(config, state, parameters, lowercase, manifest)
+    origin = {name: fingerprint[name] for name in ("vocab_sha256", "data_sha256")}
+    export(model, vocab_dir, out_dir, card, {"step": state["step"]} | origin, **options)
+
+
+def read_run_state(checkpoint: Path) -> dict:
+    """Read the state of a checkpoint; earlier versions called the fingerprint `contract`."""
+    state = read_state(checkpoint)
+    return {"fingerprint": state.get("contract")} | state
+
+
+def find_vocabulary(run_dir: Path, config: Config, sha256: str) -> Path:
+    """Find the folder of the run's vocabulary; raises `UserError` that says where it looked."""
+    faults = []
+    for folder in (run_dir / "vocab", Path(config.data_dir) / "vocab"):
+        missing = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
+        if missing:
+            faults.append(f"{folder} has no {', '.join(missing)}")
+        elif (found := file_hash(folder / "vocab.txt")) != sha256:
+            faults.append(f"{folder} holds another vocabulary, {found[:12]}")
+        else:
+            return folder
+    raise UserError(
+        f"the vocabulary of the run, sha256 {sha256[:12]}, is missing: {'; '.join(faults)}. Copy "
+        f"the folder vocab of the run's data_dir to {run_dir / 'vocab'}"
+    )
+
+
+def find_manifest(config: Config, sha256: str) -> dict | None:
+    """Read the manifest of the run's token store; None where that is not at hand any more."""
+    try:
+        manifest = read_manifest(Path(config.data_dir) / "store")
+    except (UserError, OSError):
+        return None
+    return manifest if manifest.get("sha256") == sha256 else None
+
+
+def read_run_config(run_dir: Path) -> Config:
+    """Read the config of a run, by whatever version: unknown keys are ignored, missing ones take
+    their defaults. Raises `UserError` if there is none."""
+    path = run_dir / "config.yaml"
+    check(path.exists(), f"no {path}; export a checkpoint from its run folder, which holds it")
+    try:
+        given = OmegaConf.to_container(OmegaConf.load(path))
+        check(isinstance(given, dict), f"{path} is not a mapping of sections")
+        merged = OmegaConf.merge(OmegaConf.structured(Config), keep_known(given, Config))
+        return OmegaConf.to_object(merged)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is not the config of a run: {reason}") from None
+
+
+def keep_known(given: dict, schema: type) -> dict:
+    """Drop the keys of `given` that `schema` lacks, in its sections and lists of sections too."""
+    kept = {}
+    for name, hint in get_type_hints(schema).items():
+        if name in given:
+            section = next(filter(is_dataclass, (hint, *get_args(hint))), None)
+            kept[name] = keep_known_in(given[name], section) if section else given[name]
+    return kept
+
+
+def keep_known_in(value, section: type):
+    if isinstance(value, list):
+        return [keep_known_in(item, section) for item in value]
+    return keep_known(value, section) if isinstance(value, dict) else value
+
+
+def push(out_dir: Path, repo_id: str, private: bool) -> str:
+    """Upload the files of an export to a repository on the hub; returns its address.
+
+    Makes the repository if need be. Raises `UserError` if the hub refuses, or if a repository that
+    is to be private exists and is public.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        is_public = private and not api.model_info(url.repo_id).private
+        if not is_public:
+            files = [*read_marker(out_dir), MARKER]
+            api.upload_folder(repo_id=url.repo_id, folder_path=out_dir, allow_patterns=files)
+    except Exception as error:  # of the network, of the hub or of the name
+        raise UserError(
+            f"{out_dir} is exported and not pushed to {repo_id}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. "
+            "Log in with `hf auth login`, check the name, and run the same command again"
+        ) from None
+    check(not is_public, f"{repo_id} exists and is public, so nothing is pushed; make it private")
+    return str(url)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain.export", description=__doc__)
     parser.add_argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
-    args = parser.parse_args()
-    checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
-    empty = not out_dir.exists() or out_dir.is_dir() and not any(out_dir.iterdir())
-    check(
-        empty or (out_dir / "config.json").exists(),  # an older export is replaced
-        f"{out_dir} exists and is not an exported folder; choose another OUT_DIR",
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
+    parser.add_argument(
+        "--pytorch-bin",
+        action="store_true",
+        help=f"also write {PYTORCH_BIN}, for readers from before 2023",
     )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace files of the same names, whoever wrote them; all others stay",
+    )
+    parser.add_argument("--push", metavar="REPO_ID", help="upload the export to the hub")
+    parser.add_argument("--private", action="store_true", help="push to a private repository")
+    args = parser.parse_args()
+    if args.private and not args.push:
+        parser.error("--private needs --push REPO_ID")
+    checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
+    check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():
         checkpoint = newest_checkpoint(checkpoint / "checkpoints")
         check(checkpoint is not None, f"{args.source} has no sound checkpoint yet")
@@ -267,13 +460,12 @@ def main() -> None:
             f"{checkpoint} is neither a run folder nor a sound checkpoint ({fault}); give a "
             "run_dir or one of its checkpoints/step-*"
         )
-    config_path = checkpoint.parent.parent / "config.yaml"
-    check(config_path.exists(), f"no {config_path}; keep a checkpoint in its run folder")
-    config = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(config_path))
-    )
-    export_checkpoint(checkpoint, config, Path(config.data_dir) / "vocab", out_dir)
+    config = read_run_config(checkpoint.parent.parent)
+    options = {"dtype": args.dtype, "pytorch_bin": args.pytorch_bin, "overwrite": args.overwrite}
+    export_checkpoint(checkpoint, config, out_dir, **options)
     print(f"exported {checkpoint} to {out_dir}")
+    if args.push:
+        print(f"pushed to {push(out_dir, args.push, args.private)}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from data_pipeline.processes import progress_bar
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, Phase, phase_at, phases_of
 from pretrain.evaluate import evaluate, sample_counts
-from pretrain.export import export_checkpoint
+from pretrain.export import check_export_folder, export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, tally, to_metrics
 from pretrain.monitor import Monitor
 from pretrain.optim import build_optimizers, learning_rate
@@ -45,11 +45,13 @@ def train(config: Config) -> None:
 
     Raises `UserError` for what the user can put right, before anything is written.
     """
-    settings, run_dir, data_dir = config.train, Path(config.run_dir), Path(config.data_dir)
+    settings, run_dir = config.train, Path(config.run_dir)
     phases = phases_of(config)
     accelerator = build_accelerator(settings, phases)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     device, main = accelerator.device, accelerator.is_main_process
+    if main:
+        check_export_folder(run_dir / "export")
 
     # data
     store, sources = open_data(config, phases)
@@ -157,7 +159,7 @@ def train(config: Config) -> None:
         tracker.close()
         draw_curves(run_dir)
         checkpoint = newest_checkpoint(run_dir / "checkpoints")
-        export_checkpoint(checkpoint, config, data_dir / "vocab", run_dir / "export")
+        export_checkpoint(checkpoint, config, run_dir / "export")
         print(f"export: {run_dir / 'export'}")
     accelerator.wait_for_everyone()
     del model, bare, optimizers

@@ -11,12 +11,16 @@ import sys
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
 import yaml
+from conftest import contents
+from huggingface_hub import RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -24,17 +28,29 @@ from tokenizers import Tokenizer
 import pretrain.export
 from data_pipeline.batches import BatchSource
 from data_pipeline.config import PairsConfig, load_config
-from data_pipeline.errors import run_command
+from data_pipeline.errors import UserError, run_command
 from data_pipeline.token_store import TokenStore, Vocabulary
-from pretrain.checkpoint import save_checkpoint
+from pretrain.checkpoint import file_hash, save_checkpoint
 from pretrain.config import Config, ModelConfig
-from pretrain.export import export, from_hf, hf_config, load_export, model_card, to_hf
+from pretrain.export import (
+    check_export_folder,
+    export,
+    find_manifest,
+    from_hf,
+    hf_config,
+    load_export,
+    read_marker,
+    read_run_config,
+    to_hf,
+)
 from pretrain.model import BertForPreTraining
+from pretrain.model_card import model_card
 
 ROOT = Path(__file__).parent.parent
 FILES = {
     "README.md",
     "config.json",
+    "export.json",
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -78,9 +94,10 @@ def build(vocab_size: int, config: ModelConfig = TINY) -> BertForPreTraining:
     return model.eval()
 
 
-def write(model: BertForPreTraining, root: Path, out: Path, card: str = "") -> None:
+def write(model: BertForPreTraining, root: Path, out: Path, card: str = "", **options) -> None:
     """Export with the vocabulary of a prepared folder."""
-    export(model, root / "data/vocab", out, card)
+    origin = {"step": 8, "vocab_sha256": "ab", "data_sha256": "cd"}
+    export(model, root / "data/vocab", out, card, origin, **options)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +274,7 @@ def change_weights(change):
 
 
 def change_config(**changes):
-    return "hf_config", lambda config, vocab_size: hf_config(config, vocab_size) | changes
+    return "hf_config", lambda *args: hf_config(*args) | changes
 
 
 def swap_nsp_rows(weights):
@@ -446,13 +463,13 @@ def test_the_card_says_what_it_is_and_its_example_runs_in_the_folder(
         "8 steps of 16 sequences",
         "64 tokens",
         "15%",
-        "eval/mlm_loss: 5.25",
+        "| Masked-LM loss | 5.250 nats |",
         store.vocabulary.sha256,
         store.manifest["sha256"],
     ):
         assert fact in body, fact
     code = re.search(r"```python\n(.*?)```", body, re.S)[1]
-    (tmp_path / "example.py").write_text(code)
+    (tmp_path / "example.py").write_text(code.replace("REPOSITORY_OR_FOLDER", "."))
     monkeypatch.chdir(tmp_path / "out")
     names = runpy.run_path(str(tmp_path / "example.py"))
     assert type(names["model"]).__name__ == "BertModel" and len(names["tokenizer"]) == len(
@@ -460,14 +477,100 @@ def test_the_card_says_what_it_is_and_its_example_runs_in_the_folder(
     )
 
 
+FINGERPRINT = {"vocab_sha256": "ab12", "data_sha256": "cd34"}
+
+
+def card_of(prepared: Path, *overrides: str, manifest=None, **state) -> tuple[dict, str]:
+    """(front matter, body) of the card of a run with these settings."""
+    config = load_config(Config, str(prepared / "config.yaml"), list(overrides))
+    state = {"step": 1, "evaluation": {}, "fingerprint": FINGERPRINT} | state
+    _, front, body = model_card(config, state, 1, True, manifest).split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
 @pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
 def test_the_card_tells_the_labels_of_the_objective_that_was_trained(objective, prepared) -> None:
-    config = load_config(Config, str(prepared / "config.yaml"), [f"data.objective={objective}"])
-    state = {"step": 1, "evaluation": {}, "contract": {"vocab_sha256": "", "data_sha256": ""}}
-    card = model_card(config, state, 1)
+    front, card = card_of(prepared, f"data.objective={objective}")
     assert ("BertForNextSentencePrediction" in card) == (objective != "none")
     assert ("random" in card) == (objective == "nsp")
+    assert ("swapped" in card) == (objective == "sop")
     assert "not evaluated" in card
+    tags = {"nsp": ["next-sentence-prediction"], "sop": ["sentence-order-prediction"], "none": []}
+    assert front["tags"] == ["bert", "masked-lm", *tags[objective]]
+    assert ("pooler" in card) == (objective == "none")
+
+
+def test_the_front_matter_of_the_card_is_what_a_hub_reads(prepared) -> None:
+    front, body = card_of(prepared, "export.license=apache-2.0", "run_dir=runs/my_run")
+    assert front == {
+        "language": ["en"],
+        "license": "apache-2.0",
+        "library_name": "transformers",
+        "pipeline_tag": "fill-mask",
+        "mask_token": "[MASK]",
+        "tags": ["bert", "masked-lm", "next-sentence-prediction"],
+    }
+    assert body.startswith("# my_run\n") and "Licence: apache-2.0." in body
+    from huggingface_hub import ModelCardData
+
+    assert ModelCardData(**front).to_dict() == front
+
+
+def test_a_card_without_a_licence_says_so(prepared) -> None:
+    front, body = card_of(prepared)
+    assert "license" not in front and "No licence was stated" in body
+
+
+def test_the_card_lists_each_source_by_name_and_language(prepared, store, tmp_path) -> None:
+    sources = "[{files: /secret/a.txt}, {dataset: {path: org/wiki, name: x.no}, language: 'no'}]"
+    overrides = [f"corpus={{sources: {sources}}}"]
+    sizes = {"documents": 3, "sentences": 40, "tokens": 5000, "bytes": 1, "words": 1}
+    manifest = store.manifest | {
+        "sources": [{"name": "/secret/a.txt"} | sizes, {"name": "org/wiki"} | sizes]
+    }
+    text = (prepared / "config.yaml").read_text().replace("corpus:", "removed:")
+    path = tmp_path / "sources.yaml"
+    path.write_text("\n".join(line for line in text.splitlines() if "removed:" not in line))
+    config = load_config(Config, str(path), overrides)
+    state = {"step": 1, "evaluation": {}, "fingerprint": FINGERPRINT}
+    card = model_card(config, state, 1, True, manifest)
+    assert yaml.safe_load(card.split("---\n")[1])["language"] == ["en", "no"]
+    assert "| `a.txt` | en | 3 | 40 | 5,000 |" in card
+    assert "| `org/wiki, x.no` | no | 3 | 40 | 5,000 |" in card
+    assert "secret" not in card
+
+
+def test_the_card_says_nothing_of_metrics_that_are_missing_or_no_numbers(prepared) -> None:
+    metrics = {
+        "eval/mlm_loss": 2.0,
+        "eval/unigram_entropy": 3.0,
+        "eval/mlm_accuracy": float("nan"),
+        "eval/mlm_perplexity": None,
+        "eval/nsp_accuracy": 0.75,
+        "eval/nsp_majority": 0.5,
+    }
+    _, card = card_of(prepared, evaluation=metrics)
+    table = card.split("## Evaluation")[1].split("##")[0]
+    assert "| Masked-LM loss | 2.000 nats | 3.000 nats (unigram entropy) |" in table
+    assert "| Next-sentence accuracy | 75.0% | 50.0% (majority label) |" in table
+    assert "nan" not in table and "None" not in table and table.count("\n| ") == 4
+
+
+def test_the_card_tells_which_positions_were_never_trained(prepared) -> None:
+    phases = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 512}]"
+    assert "Positions 65 to 512" in card_of(prepared, phases, step=8)[1]
+    assert "never trained" not in card_of(prepared, phases, step=9)[1]
+    assert "longer than 512 tokens" in card_of(prepared, phases, step=9)[1]
+
+
+def test_no_path_of_the_machine_is_in_the_export(run_dir, tmp_path, monkeypatch, prepared) -> None:
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| `topics.txt` | en |" in card
+    for name in ("README.md", "export.json", "config.json", "tokenizer_config.json"):
+        text = (tmp_path / "out" / name).read_text()
+        for place in (prepared, run_dir.parent, tmp_path, Path.home()):
+            assert str(place) not in text, name
 
 
 def test_without_transformers_the_export_works_and_the_card_says_so(run_dir, tmp_path) -> None:
@@ -487,6 +590,411 @@ def test_without_transformers_the_export_works_and_the_card_says_so(run_dir, tmp
 
     _, report = Peer.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+# ------------------------------------------------------------------- the folder of the user
+
+
+def refuse(monkeypatch, capsys, *args: object, words: tuple = ()) -> None:
+    """Run a command that must end in one line and leave OUT_DIR as it was."""
+    before = contents(Path(args[1]))
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, *args)
+    assert_one_line_error(capsys, "--overwrite", "OUT_DIR", *words)
+    assert contents(Path(args[1])) == before
+
+
+def test_the_marker_lists_what_the_export_wrote(run_dir, tmp_path, monkeypatch, store) -> None:
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    marker = json.loads((tmp_path / "out/export.json").read_text())
+    assert marker["schema"] == 1 and marker["made_by"].startswith("bert-pretrain ")
+    assert marker["step"] == 8 and marker["vocab_sha256"] == store.vocabulary.sha256
+    assert marker["data_sha256"] == store.manifest["sha256"]
+    assert marker["files"].keys() == FILES - {"export.json"}
+    for name, sha256 in marker["files"].items():
+        assert file_hash(tmp_path / "out" / name) == sha256
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_clone_of_a_repository_keeps_git_and_other_weights(
+    marked, run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "clone"
+    if marked:
+        run_cli(monkeypatch, run_dir, out)
+    kept = {".git/HEAD": b"ref", "tf_model.h5": b"weights", "pytorch_model.bin": b"others"}
+    for name, data in kept.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_bytes(data)
+    if marked:
+        run_cli(monkeypatch, run_dir / "checkpoints/step-00000004", out)
+        assert json.loads((out / "export.json").read_text())["step"] == 4
+    else:
+        (out / "config.json").write_text("{}")
+        refuse(monkeypatch, capsys, run_dir, out, words=(".git",))
+        run_cli(monkeypatch, run_dir, out, "--overwrite")
+    note = capsys.readouterr().out
+    assert "pytorch_model.bin, tf_model.h5" in note and note.count("note: ") == 1
+    after = contents(out)
+    assert {name: after[name] for name in kept} == kept
+    assert after.keys() == kept.keys() | FILES
+    load_export(out)
+
+
+def test_a_changed_card_is_refused_and_replaced_only_when_asked(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "out"
+    run_cli(monkeypatch, run_dir, out)
+    (out / "README.md").write_text("# My own words\n")
+    (out / "notes.txt").write_text("mine")
+    refuse(monkeypatch, capsys, run_dir, out, words=(f"{out}/README.md was changed",))
+    run_cli(monkeypatch, run_dir, out, "--overwrite")
+    assert "8 steps" in (out / "README.md").read_text()
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_that_no_export_wrote_is_refused_where_it_would_be_replaced(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "out"
+    run_cli(monkeypatch, run_dir, out)
+    (out / "pytorch_model.bin").write_bytes(b"of the user")
+    found = f"{out}/pytorch_model.bin is not of the export"
+    refuse(monkeypatch, capsys, run_dir, out, "--pytorch-bin", words=(found,))
+    run_cli(monkeypatch, run_dir, out)
+    assert (out / "pytorch_model.bin").read_bytes() == b"of the user"
+    run_cli(monkeypatch, run_dir, out, "--pytorch-bin", "--overwrite")
+    assert torch.load(out / "pytorch_model.bin", weights_only=True)
+
+
+def test_an_export_of_an_earlier_version_is_replaced(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "out"
+    run_cli(monkeypatch, run_dir / "checkpoints/step-00000004", out)
+    (out / "export.json").unlink()
+    refuse(monkeypatch, capsys, run_dir, out)  # without its marker, one of this version is not ours
+    title = "---\n---\n# BERT, pretrained from scratch with bert-pretrain\n"
+    (out / "README.md").write_text(title)
+    run_cli(monkeypatch, run_dir, out)
+    assert json.loads((out / "export.json").read_text())["step"] == 8
+    (out / "export.json").unlink()
+    (out / "README.md").write_text(title)
+    (out / "mine.txt").write_text("")
+    refuse(monkeypatch, capsys, run_dir, out)
+
+
+@pytest.mark.parametrize("marker", ["", "{}", '{"schema": 2}', '["a"]', '{"files": 1}'])
+def test_a_marker_that_is_not_ours_protects_nothing_less(marker, tmp_path) -> None:
+    (tmp_path / "export.json").write_text(marker)
+    with pytest.raises(UserError, match="no export.json says"):
+        check_export_folder(tmp_path)
+    check_export_folder(tmp_path, overwrite=True)
+
+
+def test_the_folder_is_checked_without_a_model(tmp_path) -> None:
+    check_export_folder(tmp_path / "absent")
+    check_export_folder(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UserError, match="is a f"):
+            check_export_folder(path, overwrite=True)
+
+
+def test_a_checkpoint_is_never_overwritten(run_dir, monkeypatch, capsys) -> None:
+    checkpoint = run_dir / "checkpoints/step-00000008"
+    before = contents(checkpoint)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, checkpoint, "--overwrite")
+    assert_one_line_error(capsys, f"{checkpoint} is a checkpoint")
+    assert contents(checkpoint) == before
+
+
+def test_folders_beside_the_export_stay_whatever_their_name(run_dir, tmp_path, monkeypatch) -> None:
+    for name in ("out.tmp", "out.export", "out/.export"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "mine.txt").write_text("years of work")
+    before = contents(tmp_path)
+    run_cli(monkeypatch, run_dir, tmp_path / "out", "--overwrite")
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    assert before.items() <= contents(tmp_path).items()
+
+
+def test_training_refuses_a_folder_of_the_user_before_its_first_step(prepared, tmp_path) -> None:
+    (tmp_path / "run/export").mkdir(parents=True)
+    (tmp_path / "run/export/thesis.txt").write_text("years of work")
+    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={tmp_path}/run"])
+    from pretrain.train import train
+
+    with pytest.raises(UserError, match="thesis.txt"):
+        train(config)
+    assert contents(tmp_path) == {"run/export/thesis.txt": b"years of work"}
+
+
+def test_an_empty_folder_is_written_to_where_it_stands(run_dir, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = os.stat(".").st_ino
+    run_cli(monkeypatch, run_dir, ".")
+    assert set(os.listdir(".")) == FILES and os.stat(tmp_path).st_ino == place
+
+
+@pytest.mark.parametrize("moved", range(7))
+def test_an_interrupted_replacement_loses_nothing_and_goes_on(
+    moved, run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "out"
+    run_cli(monkeypatch, run_dir / "checkpoints/step-00000004", out)
+    (out / "notes.txt").write_text("mine")
+    replace_file, calls = os.replace, []
+
+    def fail(source, target):
+        calls.append(target)
+        if len(calls) > moved:
+            raise OSError(28, "No space left on device")
+        replace_file(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain.export.os, "replace", fail)
+        with pytest.raises(SystemExit, match="2"):
+            run_cli(patch, run_dir, out)
+    assert_one_line_error(capsys, "could not be replaced", "run the same command again")
+    assert set(os.listdir(out)) == FILES | {"notes.txt", pretrain.export.STAGE}
+    load_export(out)
+    run_cli(monkeypatch, run_dir, out)
+    assert set(os.listdir(out)) == FILES | {"notes.txt"}
+    assert read_marker(out) == {n: file_hash(out / n) for n in FILES - {"export.json"}}
+    assert json.loads((out / "export.json").read_text())["step"] == 8
+
+
+def test_a_file_that_the_user_changes_during_the_export_stays(
+    model, prepared, tmp_path, monkeypatch
+) -> None:
+    write(model, prepared, tmp_path / "out")
+    check_gate = pretrain.export.check_export
+
+    def meddle(*args):
+        (tmp_path / "out/README.md").write_text("# My own words\n")
+        return check_gate(*args)
+
+    monkeypatch.setattr(pretrain.export, "check_export", meddle)
+    with pytest.raises(UserError, match="README.md was changed"):
+        write(model, prepared, tmp_path / "out")
+    assert (tmp_path / "out/README.md").read_text() == "# My own words\n"
+    assert set(os.listdir(tmp_path / "out")) == FILES
+
+
+# ------------------------------------------------------------------------------ the run folder
+
+
+def test_a_moved_run_is_exported_from_elsewhere_without_its_data(
+    run_dir, prepared, tmp_path, monkeypatch
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "moved")
+    shutil.copytree(prepared / "data/vocab", tmp_path / "moved/vocab")
+    config = OmegaConf.load(tmp_path / "moved/config.yaml")
+    config.data_dir = "data/gone"
+    OmegaConf.save(config, tmp_path / "moved/config.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run_cli(monkeypatch, tmp_path / "moved", "out")
+    card = Path("out/README.md").read_text()
+    assert "The record of the sources was not at hand" in card and "topics.txt" not in card
+
+
+def test_a_run_without_its_vocabulary_says_where_to_put_it(
+    run_dir, tmp_path, monkeypatch, capsys, store
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    config = OmegaConf.load(tmp_path / "run/config.yaml")
+    config.data_dir = str(tmp_path / "gone")
+    OmegaConf.save(config, tmp_path / "run/config.yaml")
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "data_pipeline" not in error
+    for word in (f"{tmp_path}/run/vocab has no", f"{tmp_path}/gone/vocab has no"):
+        assert word in error
+    assert store.vocabulary.sha256[:12] in error and f"to {tmp_path}/run/vocab" in error
+
+
+def test_the_manifest_of_another_store_is_not_this_runs(prepared, store) -> None:
+    config = load_config(Config, str(prepared / "config.yaml"))
+    assert find_manifest(config, store.manifest["sha256"]) == store.manifest
+    assert find_manifest(config, "another") is None
+
+
+def test_the_config_of_another_version_is_read(run_dir, tmp_path, monkeypatch) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    config = OmegaConf.to_container(OmegaConf.load(tmp_path / "run/config.yaml"))
+    config["corpus"]["sources"] = [{"files": "a.txt", "unknown": 1}]
+    config["corpus"]["files"] = None
+    config["train"]["phases"] = [{"steps": 12, "unknown": 1}]
+    config["model"]["unknown"] = config["unknown"] = {"a": 1}
+    del config["export"], config["model"]["layer_norm_eps"]
+    OmegaConf.save(OmegaConf.create(config), tmp_path / "run/config.yaml")
+    found = read_run_config(tmp_path / "run")
+    assert found.train.phases[0].steps == 12 and found.corpus.sources[0].files == "a.txt"
+    assert found.model.layer_norm_eps == 1e-12 and found.export.license is None
+    run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["- a list", "model: {hidden_size: wide}", "a: ]", "model: 3"])
+def test_a_config_that_cannot_be_read_is_an_error_of_one_line(
+    text, run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run/config.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
+    assert_one_line_error(capsys, f"{tmp_path}/run/config.yaml")
+
+
+def test_a_run_without_a_config_says_what_is_missing(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    shutil.copytree(run_dir / "checkpoints", tmp_path / "run/checkpoints")
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
+    assert_one_line_error(capsys, f"no {tmp_path}/run/config.yaml")
+
+
+def test_a_state_with_a_fingerprint_is_exported_as_one_with_a_contract(
+    run_dir, tmp_path, monkeypatch
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/step-00000008"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["fingerprint"] = state.pop("contract")
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["state.json"] = file_hash(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    run_cli(monkeypatch, run_dir, tmp_path / "a")
+    run_cli(monkeypatch, tmp_path / "run", tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+# ------------------------------------------------------------------------------ other formats
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_weights_of_each_dtype_are_the_models_rounded(
+    dtype, run_dir, tmp_path, monkeypatch
+) -> None:
+    from transformers import AutoConfig
+    from transformers import BertForPreTraining as Peer
+
+    run_cli(monkeypatch, run_dir, tmp_path / "out", "--dtype", dtype)
+    wanted = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
+    wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in to_hf(wanted).items()}
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == getattr(torch, dtype)
+    peer = Peer.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in peer.parameters()} == {getattr(torch, dtype)}
+    assert {p.dtype for p in load_export(tmp_path / "out").parameters()} == {torch.float32}
+
+
+def test_the_gate_stops_weights_of_another_dtype_than_the_config_says(
+    model, prepared, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(pretrain.export, *change_config(torch_dtype="float16"))
+    with pytest.raises(AssertionError, match="dtype"):
+        write(model, prepared, tmp_path / "out", dtype="bfloat16")
+    assert not list(tmp_path.iterdir())
+
+
+def test_pytorch_model_bin_loads_in_transformers(run_dir, tmp_path, monkeypatch) -> None:
+    from transformers import BertForPreTraining as Peer
+
+    run_cli(monkeypatch, run_dir, tmp_path / "out", "--pytorch-bin", "--dtype", "bfloat16")
+    assert set(os.listdir(tmp_path / "out")) == FILES | {"pytorch_model.bin"}
+    assert "pytorch_model.bin" in read_marker(tmp_path / "out")
+    (tmp_path / "out/model.safetensors").rename(tmp_path / "weights")
+    peer, report = Peer.from_pretrained(
+        tmp_path / "out", use_safetensors=False, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    weights = load_file(tmp_path / "weights")
+    assert all(torch.equal(p, weights[name]) for name, p in peer.named_parameters())
+
+
+def test_the_gate_stops_a_pytorch_model_bin_that_is_not_the_model(
+    model, prepared, tmp_path, monkeypatch
+) -> None:
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda weights, path: save(swap_nsp_rows(weights), path))
+    with pytest.raises(AssertionError, match="pytorch_model.bin"):
+        write(model, prepared, tmp_path / "out", pytorch_bin=True)
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------ the hub
+
+
+class Hub:
+    """Stands in for `huggingface_hub.HfApi`: keeps what it is asked for."""
+
+    def __init__(self, is_private: bool = True, error: Exception | None = None):
+        self.is_private, self.error, self.calls = is_private, error, []
+
+    def create_repo(self, repo_id: str, **options):
+        if self.error:
+            raise self.error
+        self.calls.append((repo_id, options))
+        return RepoUrl(f"https://huggingface.co/me/{repo_id.split('/')[-1]}")
+
+    def model_info(self, repo_id: str):
+        return SimpleNamespace(private=self.is_private)
+
+    def upload_folder(self, repo_id: str, folder_path: Path, allow_patterns: list[str]):
+        names = contents(folder_path)
+        self.calls.append((repo_id, set(filter_repo_objects(names, allow_patterns=allow_patterns))))
+
+
+def test_push_uploads_the_files_of_the_export_and_no_others(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    for name in (".git/HEAD", "notes.txt", "old/config.json", "tf_model.h5"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("")
+    run_cli(monkeypatch, run_dir, tmp_path / "out", "--overwrite", "--push", "bert", "--private")
+    assert hub.calls == [("bert", {"private": True, "exist_ok": True}), ("me/bert", FILES)]
+    assert "pushed to https://huggingface.co/me/bert" in capsys.readouterr().out
+    run_cli(monkeypatch, run_dir, tmp_path / "out", "--push", "me/bert")
+    assert hub.calls[2:] == [("me/bert", {"private": None, "exist_ok": True}), ("me/bert", FILES)]
+
+
+def test_a_public_repository_is_not_pushed_to_as_private(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    hub = Hub(is_private=False)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--push", "me/bert", "--private")
+    assert_one_line_error(capsys, "me/bert exists and is public")
+    assert len(hub.calls) == 1
+
+
+def test_an_error_of_the_hub_is_one_line_and_the_export_is_there(
+    run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    hub = Hub(error=OSError("401 Client Error\n\nInvalid username or password."))
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--push", "me/bert")
+    assert_one_line_error(capsys, "401 Client Error", "hf auth login", str(tmp_path / "out"))
+    load_export(tmp_path / "out")
+
+
+def test_private_without_push_is_refused(run_dir, tmp_path, monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--private")
+    assert "--private needs --push" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 # ----------------------------------------------------------------------------------- fill_mask

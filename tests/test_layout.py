@@ -16,7 +16,7 @@ ORDER = {
         words vocab existing_vocab vocab_report token_store encode prepare pairs masking batches
         audit report __main__""".split(),
     "pretrain": """config dropout attention loss model sharding optim metrics evaluate monitor
-        checkpoint tracking export start train plan __main__""".split(),
+        checkpoint tracking model_card export start train plan __main__""".split(),
 }
 RANKS = {
     f"{package}.{name}": rank

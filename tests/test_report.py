@@ -26,7 +26,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.pairs import PAIR
 
 ROOT = Path(__file__).parent.parent
-OTHERS = ("model", "train", "tracking")
+OTHERS = ("model", "train", "tracking", "export")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,276 @@
+"""Write the model card of an export: the README.md that a model hub shows as its page."""
+
+import math
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import yaml
+
+from data_pipeline.config import SourceConfig
+from pretrain.config import Config, Phase, phases_of
+
+TITLE_BEFORE = (
+    "# BERT, pretrained from scratch with bert-pretrain\n"  # of cards without marker file
+)
+OBJECTIVES = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
+    "nsp": (
+        "next-sentence-prediction",
+        "whether the second segment of a pair follows the first",
+        "B follows A",
+        "B is a random segment",
+        "Next-sentence accuracy",
+    ),
+    "sop": (
+        "sentence-order-prediction",
+        "whether the two segments of a pair are in order",
+        "A and B are in order",
+        "they are swapped",
+        "Sentence-order accuracy",
+    ),
+}
+MASKED_UNITS = {"whole_word": "whole words", "span": "spans of 1 to 10 words", "token": "tokens"}
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "muon": "Muon for the matrices of the encoder, AdamW for the rest",
+    "lamb": "LAMB",
+}
+PRECISIONS = {
+    "no": "float32",
+    "fp32": "float32",
+    "bf16": "bfloat16 autocast, float32 weights",
+}
+
+
+def project_version() -> str:
+    """Name this project and its version; a checkout that is not installed has none."""
+    try:
+        return f"bert-pretrain {version('bert-pretrain')}"
+    except PackageNotFoundError:
+        return "bert-pretrain (not installed)"
+
+
+def model_card(
+    config: Config, state: dict, parameters: int, lowercase: bool, manifest: dict | None = None
+) -> str:
+    """Write the card of a model: what it is, how to load it, its data, training and evaluation.
+
+    state: of the checkpoint: `step`, `evaluation` and the `fingerprint` of the run.
+    manifest: of the token store; None leaves the table of sources out.
+    """
+    phases = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
+    sections = [
+        front_matter(config),
+        introduction(config, parameters),
+        usage(config.data.objective),
+        "## Training data\n\n" + training_data(config, manifest),
+        "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
+        "## Evaluation\n\n" + evaluation(state["evaluation"], config.data.objective),
+        "## Limits\n\n" + limits(config, phases, lowercase),
+        "## Provenance\n\n" + provenance(state["fingerprint"]),
+    ]
+    return "\n".join(sections)
+
+
+def front_matter(config: Config) -> str:
+    """Write the metadata of a card, with keys that the hub knows."""
+    languages = dict.fromkeys(source.language for source in config.corpus.each_source())
+    metadata = {"language": list(languages)}
+    if config.export.license:
+        metadata["license"] = config.export.license
+    pair_tags = [OBJECTIVES[config.data.objective][0]] if config.data.objective != "none" else []
+    metadata |= {
+        "library_name": "transformers",
+        "pipeline_tag": "fill-mask",
+        "mask_token": "[MASK]",
+        "tags": ["bert", "masked-lm", *pair_tags],
+    }
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---"
+
+
+def introduction(config: Config, parameters: int) -> str:
+    model, objective = config.model, config.data.objective
+    pairs = f" and {OBJECTIVES[objective][1]}" if objective != "none" else ""
+    licence = config.export.license
+    stated = f"Licence: {licence}." if licence else "No licence was stated for this model."
+    return f"""# {Path(config.run_dir).resolve().name}
+
+A BERT encoder of {model.num_hidden_layers} layers, width {model.hidden_size} and \
+{model.num_attention_heads} attention heads ({parameters:,} parameters), pretrained from scratch \
+with {project_version()}. It predicts masked words{pairs}, and is meant to be fine-tuned for other \
+tasks.
+
+{stated}
+"""
+
+
+def usage(objective: str) -> str:
+    """Show how to load the model; a pair only where a pair head was trained."""
+    names, pairs, labels = ["AutoModel", "AutoTokenizer"], "", ""
+    if objective != "none":
+        _, _, first, second, _ = OBJECTIVES[objective]
+        names.append("BertForNextSentencePrediction")
+        pairs = """
+pair = tokenizer("A first sentence.", "A second sentence.", return_tensors="pt")
+BertForNextSentencePrediction.from_pretrained(name)(**pair).logits  # of labels 0 and 1
+"""
+        labels = f"\nOf a sentence pair A, B, label 0 means that {first}, label 1 that {second}.\n"
+    return f"""## How to load it
+
+`REPOSITORY_OR_FOLDER` is the name of this repository on the hub, or the path of a folder with \
+these files.
+
+```python
+from transformers import {", ".join(names)}, pipeline
+
+name = "REPOSITORY_OR_FOLDER"
+tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name)
+pipeline("fill-mask", model=name)("A sentence with a [MASK].")
+{pairs}```
+{labels}"""
+
+
+def training_data(config: Config, manifest: dict | None) -> str:
+    found = (manifest or {}).get("sources")
+    if not found:
+        return "The record of the sources was not at hand; the hash below names the token store.\n"
+    settings = config.corpus.each_source()
+    if len(settings) != len(found):  # the corpus was prepared with another config
+        settings = [SourceConfig(language="")] * len(found)
+    rows = [
+        (f"`{source_name(given, source['name'])}`", given.language)
+        + tuple(f"{source[size]:,}" for size in ("documents", "sentences", "tokens"))
+        for given, source in zip(settings, found, strict=True)
+    ]
+    train, held_out = manifest["train"], manifest["held_out"]
+    return (
+        table(("Source", "Language", "Documents", "Sentences", "Tokens"), rows)
+        + f"\nThe training split holds {train['documents']:,} documents ({train['tokens']:,} "
+        f"tokens); {held_out['documents']:,} documents ({held_out['tokens']:,} tokens) were held "
+        "out for the evaluation.\n"
+    )
+
+
+def source_name(source: SourceConfig, name: str) -> str:
+    """Name a source without its place on the machine that prepared it.
+
+    name: as in the manifest, the first file or the dataset.
+    """
+    if source.dataset and not Path(name).is_absolute():
+        return ", ".join(filter(None, (name, source.dataset.name)))
+    return Path(name).name
+
+
+def training_procedure(config: Config, state: dict, phases: list[Phase], parameters: int) -> str:
+    data, train = config.data, config.train
+    sizes = by_phase(
+        phases,
+        lambda phase: (
+            f"{phase.train.global_batch_size} sequences of at most {phase.data.max_seq_length} "
+            "tokens"
+        ),
+    )
+    rates = by_phase(
+        [phase for phase in phases if phase.start == phase.schedule_start],
+        lambda phase: (
+            f"{phase.train.learning_rate:g}, {phase.train.schedule} schedule after "
+            f"{phase.train.warmup_steps:,} steps of warm-up"
+        ),
+    )
+    predicted = by_phase(phases, lambda phase: f"{phase.data.masked_lm_prob:.0%}")
+    kept = 1 - data.mask_replace_prob - data.random_replace_prob
+    precision = state["fingerprint"].get("train.precision", train.precision)
+    rows = [
+        ("Parameters", f"{parameters:,}"),
+        ("Length of training", f"{state['step']:,} steps of {sizes}"),
+        ("Optimizer", f"{OPTIMIZERS[train.optimizer]}; weight decay {train.weight_decay:g}"),
+        ("Peak learning rate", rates),
+        ("Precision", PRECISIONS.get(precision, precision)),
+        (
+            "Masking",
+            f"{MASKED_UNITS[data.masking]}; {predicted} of the tokens are predicted, of which "
+            f"{data.mask_replace_prob:.0%} become [MASK], {data.random_replace_prob:.0%} another "
+            f"token and {max(kept, 0):.0%} stay",
+        ),
+    ]
+    if data.objective != "none":
+        rows.append(("Sentence pairs", f"predict {OBJECTIVES[data.objective][1]}"))
+    return table(("Setting", "Value"), rows)
+
+
+def by_phase(phases: list[Phase], describe: Callable[[Phase], str]) -> str:
+    """Describe a setting of each phase, once for phases that share it, with the step it starts."""
+    found = []
+    for phase in phases:
+        text = describe(phase)
+        if not found or found[-1][0] != text:
+            found.append((text, f" (from step {phase.start:,})" if phase.start else ""))
+    return " and ".join(text + start for text, start in found)
+
+
+def evaluation(metrics: dict, objective: str) -> str:
+    """Show held-out metrics beside what needs no model; those that are missing are left out."""
+    pairs = OBJECTIVES[objective][4] if objective != "none" else ""
+    known = {name: v for name, v in metrics.items() if v is not None and math.isfinite(v)}
+    lines = (  # metric, name, form of the value, metric of the baseline, what that is
+        ("mlm_loss", "Masked-LM loss", "{:.3f} nats", "unigram_entropy", "unigram entropy"),
+        ("mlm_perplexity", "Masked-LM perplexity", "{:,.1f}", "", ""),
+        (
+            "mlm_accuracy",
+            "Masked-LM accuracy",
+            "{:.1%}",
+            "unigram_accuracy",
+            "most frequent token",
+        ),
+        ("mlm_top5", "Masked-LM accuracy, best of five", "{:.1%}", "", ""),
+        ("nsp_accuracy", pairs, "{:.1%}", "nsp_majority", "majority label"),
+    )
+    rows = []
+    for metric, name, form, baseline, meaning in lines:
+        value, floor = known.get(f"eval/{metric}"), known.get(f"eval/{baseline}")
+        if name and value is not None:
+            beside = f"{form.format(floor)} ({meaning})" if floor is not None else ""
+            rows.append((name, form.format(value), beside))
+    if not rows:
+        return "The model was not evaluated on held-out documents.\n"
+    return (
+        "On held-out documents, at the last evaluation up to this checkpoint. The baseline is what "
+        "a guess without a model reaches.\n\n" + table(("Metric", "Model", "Baseline"), rows)
+    )
+
+
+def limits(config: Config, phases: list[Phase], lowercase: bool) -> str:
+    longest = max(phase.data.max_seq_length for phase in phases)
+    positions = config.model.max_position_embeddings
+    untrained = (
+        f" Positions {longest + 1:,} to {positions:,} can be used and were never trained."
+        if longest < positions
+        else ""
+    )
+    lines = [
+        f"No sequence in training was longer than {longest:,} tokens.{untrained}",
+        "The tokenizer lower-cases text." if lowercase else "The tokenizer keeps upper case.",
+        "The model knows the language, the topics and the biases of the text above, no others.",
+        "It is not fine-tuned: a class for another task (`BertForSequenceClassification`, ...) "
+        "starts with a new head and says so.",
+    ]
+    if config.data.objective == "none":
+        lines.append(
+            "No sentence pairs were trained: the pooler and the pair head are as initialized; use "
+            "`last_hidden_state`."
+        )
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def provenance(fingerprint: dict) -> str:
+    return f"""- made by {project_version()}
+- vocabulary sha256 {fingerprint["vocab_sha256"]}
+- token store sha256 {fingerprint["data_sha256"]}
+"""
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Write a Markdown table."""
+    lines = [header, ("---",) * len(header), *rows]
+    cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
+    return "".join(f"| {line} |\n" for line in cells)
