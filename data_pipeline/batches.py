@@ -129,7 +129,9 @@ class BatchSource:
         if self.segments is not None:
             return draw_pairs(self.store, self.segments, **rules)
         epoch, place = divmod(number, self.n_parts)
-        documents = deal_documents(self.store, self.n_parts, key(self.seed, epoch, Stream.PARTS))[place]
+        documents = deal_documents(self.store, self.n_parts, key(self.seed, epoch, Stream.PARTS))[
+            place
+        ]
         if not len(documents):
             return np.empty(0, PAIR)
         view = StoreView(self.store, documents)
@@ -167,7 +169,9 @@ class BatchSource:
         while count > 0:
             part = self.part(number)[start : start + count]
             parts.append(part)
-            streams.append(draws(key(self.seed, number, Stream.MASKS), np.arange(start, start + len(part))))
+            streams.append(
+                draws(key(self.seed, number, Stream.MASKS), np.arange(start, start + len(part)))
+            )
             count -= len(part)
             start, number = 0, number + 1
         return np.concatenate(parts), np.concatenate(streams)

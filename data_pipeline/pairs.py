@@ -113,9 +113,10 @@ def draw_pairs(
     if not len(segments.document):
         raise UserError("the corpus has no text to make sequences of; add text")
     max_tokens = max_seq_length - SPECIALS[objective]
-    starts = chunk_starts(segments, max_tokens, short_seq_prob, key(seed, epoch, Stream.CHUNKS))
+    cuts = key(seed, epoch, Stream.CHUNKS)
+    starts = chunk_starts(segments, max_tokens, short_seq_prob, cuts)
     if objective == "sop":
-        back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, key(seed, epoch, Stream.CHUNKS))
+        back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, cuts)
         starts = choose_directions(segments, starts, back, key(seed, epoch, Stream.DIRECTIONS))
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
     document = segments.document[starts]

@@ -25,14 +25,13 @@ from data_pipeline.batches import Batch
 from data_pipeline.config import check
 from data_pipeline.errors import UserError, run_command
 from data_pipeline.processes import written_beside
-from data_pipeline.token_store import read_manifest, read_vocabulary
+from data_pipeline.token_store import TOKENIZER_FILES, read_manifest, read_vocabulary
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.checkpoint import file_hash, find_fault, load_model, newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining
 from pretrain.model_card import model_card, project_version
 
-TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # of every export
 PYTORCH_BIN = "pytorch_model.bin"
 MARKER = "export.json"

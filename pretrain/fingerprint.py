@@ -162,9 +162,11 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
         if i >= len(wanted):
             yield f"{name}it is gone"
             continue
-        for key in ("start", "schedule_start", *PHASE_DATA, *PHASE_TRAIN):
+        sections = {key: f"data.{key}" for key in PHASE_DATA}
+        sections |= {key: f"train.{key}" for key in PHASE_TRAIN}
+        for key in ("start", "schedule_start", *sections):
             if phase[key] != wanted[i][key]:
-                yield f"{name}{key} was {phase[key]!r}, is {wanted[i][key]!r}"
+                yield f"{name}{sections.get(key, key)} was {phase[key]!r}, is {wanted[i][key]!r}"
     ends = [phase["end"] for phase in saved if phase["end"] < step]
     if ends != [phase["end"] for phase in wanted[: len(ends)]]:
         yield f"phases that are over ended at {ends}"

@@ -18,7 +18,7 @@ from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS, count_flops
 from pretrain.model import FILL, BertForPreTraining
 from pretrain.optim import build_optimizers
-from pretrain.start import build_accelerator, fingerprint_run, build_model, open_data, show_pair
+from pretrain.start import build_accelerator, build_model, fingerprint_run, open_data, show_pair
 from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # the trial takes about; sequences that operations are counted in

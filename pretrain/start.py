@@ -37,8 +37,8 @@ from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fing
 from pretrain.metrics import TALLY
 from pretrain.model import BertForPreTraining
 
-RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png")  # files, then folders
-RUN_FILES += ("checkpoints", "export", "vocab")
+RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png", "checkpoints")
+RUN_FILES += ("export", "vocab")
 
 
 def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:

@@ -40,6 +40,7 @@ from pretrain.start import (
 )
 from pretrain.tracking import Tracker, draw_curves
 
+
 def train(config: Config) -> None:
     """Train the model of a config on its token store, from where `run_dir` stands, and export it.
 
@@ -79,7 +80,7 @@ def train(config: Config) -> None:
         load_optimizers(checkpoint, bare, optimizers)
     if main:
         OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
-        keep_in_run(run_dir, data_dir / "vocab", fingerprint)
+        keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
         tracker = Tracker(run_dir, state["step"], config.tracking.wandb, asdict(config))
         describe(config, bare, phases, sources, state["step"], accelerator)
 

@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Each module imports only modules before it; a new one has to find its place here.
 ORDER = {
-    "data_pipeline": """errors config hashing processes python_docs files corpus selection sentences
-        words vocab existing_vocab vocab_report token_store encode prepare pairs masking batches
-        audit report __main__""".split(),
-    "pretrain": """config dropout attention loss model sharding optim metrics evaluate monitor
-        checkpoint tracking model_card export start train plan __main__""".split(),
+    "data_pipeline": """errors folders config hashing processes python_docs files corpus identity
+        selection sentences words vocab existing_vocab vocab_report token_store encode assemble
+        prepare pairs masking batches audit report __main__""".split(),
+    "pretrain": """config dropout attention loss model sharding optim fingerprint metrics evaluate
+        monitor checkpoint tracking model_card export start train plan __main__""".split(),
 }
 RANKS = {
     f"{package}.{name}": rank

@@ -180,7 +180,7 @@ def test_every_evaluation_is_made_at_the_length_of_the_config(straight: Path, pr
 
 def test_other_phases_are_another_run(prepared: Path, straight: Path) -> None:
     before = newest(straight)
-    with pytest.raises(UserError, match="train.phases was"):
+    with pytest.raises(UserError, match="phase 1: schedule_start was 0, is 8"):
         train_here(prepared, straight, RESTARTED, MICRO_4)
     assert newest(straight).keys() == before.keys()
 
@@ -196,22 +196,30 @@ def test_the_card_of_the_export_names_the_phases(straight: Path) -> None:
 @pytest.mark.parametrize(
     "phases, message",
     [
-        ("[{steps: 8}, {steps: 8}]", "phases add up to 16, and train.max_steps is 12; set"),
-        ("[{}]", r"train.phases\[0\].steps 0 is below 1"),
+        ("[{steps: 8}, {steps: 8}]", "phases add up to 16, and train.max_steps is 12; give shares"),
+        ("[{}]", r"train.phases\[0\].steps 0 is not above 0"),
         ("[{steps: 12, lenght: 3}]", r"unknown key train.phases\[0\].lenght"),
         ("{steps: 12}", "train.phases is not a list of phases"),
         ("[{steps: 8}, {steps: 4, warmup_steps: 1}]", r"phases\[1\].warmup_steps is given without"),
         (
             "[{steps: 8}, {steps: 4, learning_rate: 1, warmup_steps: 4}]",
-            r"train.phases\[1\]: train.warmup_steps 4 is not below 4, the steps of the schedule",
+            r"train.phases\[1\]: train.warmup_steps 4 is not below the 4 steps of the schedule",
         ),
         (
             "[{steps: 8}, {steps: 4, max_seq_length: 513}]",
             r"train.phases\[1\]: data.max_seq_length 513 exceeds model.max_position_embeddings 512",
         ),
         (
-            "[{steps: 8}, {steps: 4, global_batch_size: 24}]",
-            r"train.phases\[1\]: train.global_batch_size 24 is not a multiple of .* 16",
+            "[{steps: 8}, {steps: 0.5}]",
+            r"train.phases mixes steps and shares of train.max_steps; give one or the other",
+        ),
+        (
+            "[{steps: 0.5}, {steps: 0.4}]",
+            r"train.phases add up to 0.9, .*; give shares that add up to 1",
+        ),
+        (
+            "[{steps: 8}, {steps: 4.5}]",
+            r"train.phases\[1\].steps 4.5 is neither steps nor a share",
         ),
         ("[{steps: 12, masked_lm_prob: 1}]", r"train.phases\[0\]: data.masked_lm_prob is not in"),
         ("[{steps: 12, learning_rate: 0}]", r"train.phases\[0\]: train.learning_rate is not a"),

@@ -309,7 +309,7 @@ def test_a_store_of_another_vocabulary_is_refused(prepared: Path, tmp_path: Path
 
 def test_mistakes_end_in_one_line_and_exit_code_2(prepared: Path, tmp_path: Path) -> None:
     for overrides, named in (
-        (["train.micro_batch_size=5"], "global_batch_size 16 is not a multiple"),
+        (["train.warmup_steps=12"], "not below the 12 steps"),
         (["train.max_stepz=5"], "did you mean train.max_steps?"),
         ([f"data_dir={tmp_path}/none"], "make one: python -m data_pipeline"),
     ):
@@ -320,12 +320,10 @@ def test_mistakes_end_in_one_line_and_exit_code_2(prepared: Path, tmp_path: Path
         assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_that_the_processes_do_not_divide_is_refused(
-    prepared: Path, tmp_path: Path
-) -> None:
-    done = run(prepared, tmp_path / "run", "train.micro_batch_size=16", processes=2)
+def test_more_processes_than_sequences_are_refused(prepared: Path, tmp_path: Path) -> None:
+    done = run(prepared, tmp_path / "run", "train.global_batch_size=1", processes=2)
     assert done.returncode != 0
-    assert "16 x 2 processes = 32; try 32" in done.stderr
+    assert "train.global_batch_size 1 is too small for 2 processes; start at most 1" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
