@@ -16,19 +16,19 @@ NOTE = "bert-pretrain writes in this folder and replaces what it has written her
 
 
 def claim_folder(
-    folder: Path, names: Iterable[str], key: str, is_older: Callable[[Path], bool]
+    folder: Path, names: Iterable[str], key: str, is_ours: Callable[[Path], bool]
 ) -> None:
     """Mark `folder` as one that the project writes `names` in, and make it if it is not there.
 
     key: the config's name for the folder, for the message.
-    is_older: whether an earlier version, which had no marker, wrote the folder.
+    is_ours: whether a folder without the marker was written by the project all the same.
     Raises `UserError` if one of the names is there and is the user's.
     """
     marker = folder / MARKER
     if marker.exists():
         return
     found = [name for name in names if (folder / name).exists()]
-    if found and not is_older(folder):
+    if found and not is_ours(folder):
         raise UserError(
             f"{folder} holds {found[0]}, which bert-pretrain did not write and would replace; "
             f"choose another {key}, or move {folder / found[0]} away"

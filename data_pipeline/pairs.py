@@ -19,6 +19,7 @@ from data_pipeline.hashing import Stream, below, draws, key
 from data_pipeline.token_store import StoreView, TokenStore
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
+LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
 RUN = 4096  # segments that are cut into chunks one after another
 PART_TOKENS = 1 << 28  # of a corpus, that are planned at once: in some 1 GB

@@ -61,7 +61,7 @@ def prepare(
     pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
     settings = store_settings(config.corpus, config.vocab, pieces, existing)
     key = settings_key(settings)
-    claim_folder(data_dir, ("work", "vocab", "store"), "data_dir", is_older_data)
+    claim_folder(data_dir, ("work", "vocab", "store"), "data_dir", is_data)
     older_key = key_of_schema_1(config.corpus, config.vocab, pieces, existing)
     if is_prepared(data_dir, settings, older_key):
         remove_entries(work_dir, is_work)  # a killed command may have left it
@@ -130,8 +130,9 @@ def prepare(
     print_store(manifest)
 
 
-def is_older_data(data_dir: Path) -> bool:
-    """Whether an earlier version, which left no marker, prepared this folder or was about to."""
+def is_data(data_dir: Path) -> bool:
+    """Whether a folder without the marker was prepared, or was about to be: a copy without it, or
+    an earlier version's."""
     entries = [path.name for path in (data_dir / "work").glob("*")]
     if not all(map(is_work, entries)):
         return False

@@ -15,9 +15,9 @@ from data_pipeline.audit import CHINESE, LONG, audit_store, percent, pieces_name
 from data_pipeline.config import DataConfig, load_config
 from data_pipeline.corpus import left_out
 from data_pipeline.errors import run_command
+from data_pipeline.pairs import LABELS
 from data_pipeline.token_store import TokenStore, read_vocabulary
 
-LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
 KINDS = {"mask": "[MASK]", "random": "a random piece in its place", "kept": "kept as it was"}
 FIGURE = re.compile(r"([≤≥] )?[\d,.]+( %| of [\d,]+)?( ± [\d.]+)?|")
 COLOURS = ("#2563eb", "#ea580c")

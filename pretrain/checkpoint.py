@@ -8,6 +8,7 @@ taken. No pickle, no generator state: whatever is drawn is a function of the ste
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -52,7 +53,7 @@ def save_checkpoint(
             raise OSError("disk full")
         save_file(model_tensors, temporary / FILES[0])
         save_file(optimizer_tensors, temporary / FILES[1])
-        (temporary / FILES[2]).write_text(json.dumps(state, indent=1) + "\n")
+        (temporary / FILES[2]).write_text(to_json(state, indent=1) + "\n")
         manifest = {name: file_hash(temporary / name) for name in FILES}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for path in [*temporary.iterdir(), temporary]:
@@ -132,6 +133,19 @@ def newest_checkpoint(folder: Path) -> Path | None:
         checkpoint.rename(aside)
         print(f"warning: {checkpoint} is damaged ({fault}); set aside as {aside.name}")
     return None
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """A value as JSON, which has no NaN and no infinity: null in their place."""
+
+    def finite(part):
+        if isinstance(part, dict):
+            return {name: finite(item) for name, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [finite(item) for item in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def read_state(checkpoint: Path) -> dict:

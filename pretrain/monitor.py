@@ -4,7 +4,6 @@ whose gradient is no number, which are skipped.
 What it sees is the same on all ranks, so what it says is too; all it keeps is in the checkpoint.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.checkpoint import to_json
 from pretrain.config import Phase, TrainConfig, phase_at
 from pretrain.evaluate import unigram_entropy
 
@@ -90,7 +90,7 @@ class Monitor:
         size, number = phase.train.global_batch_size, phases.index(phase)
         found = {"step": step, "phase": number, "first": (step - phase.start) * size}
         found |= {"count": size, "losses": losses}
-        (run_dir / "bad_batch.json").write_text(json.dumps(found) + "\n")
+        (run_dir / "bad_batch.json").write_text(to_json(found) + "\n")
         return (
             f"the gradients of {MOST_SKIPPED} steps in a row are no numbers, the last is step "
             f"{step:,} (its examples are in {run_dir / 'bad_batch.json'}); lower "

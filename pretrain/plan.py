@@ -13,12 +13,13 @@ from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import load_config
 from data_pipeline.errors import UserError, run_command
 from pretrain.config import Config, Phase, phases_of
+from pretrain.describe import show_sequence
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS, count_flops
 from pretrain.model import FILL, BertForPreTraining
 from pretrain.optim import build_optimizers
-from pretrain.start import build_accelerator, build_model, fingerprint_run, open_data, show_pair
+from pretrain.start import build_accelerator, build_model, fingerprint_run, open_data
 from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # the trial takes about; sequences that operations are counted in
@@ -192,7 +193,7 @@ def check(config: Config) -> None:
     fingerprint_run(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device).eval()  # no dropout
     optimizers = build_optimizers(model, config.train)
-    print(show_pair(source.batch(0, 1), store.vocabulary))
+    print(show_sequence(source.batch(0, 1), store.vocabulary, config.data.objective))
     batch = source.batch(0, SEQUENCES).to(accelerator.device)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for done in range(STEPS):

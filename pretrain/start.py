@@ -24,14 +24,14 @@ from accelerate.utils import (
     gather_object,
 )
 
-from data_pipeline.batches import Batch, BatchSource, count_passes
+from data_pipeline.batches import BatchSource, count_passes
 from data_pipeline.config import check
 from data_pipeline.errors import UserError
 from data_pipeline.folders import claim_folder, install_files, write_file
 from data_pipeline.processes import die_with_parent
-from data_pipeline.token_store import TOKENIZER_FILES, TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
 from pretrain.checkpoint import newest_checkpoint, read_state
-from pretrain.config import Config, Phase, TrainConfig, phase_at
+from pretrain.config import Config, Phase, TrainConfig
 from pretrain.evaluate import HeldOut
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.metrics import TALLY
@@ -172,9 +172,11 @@ def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator)
     return build_fingerprint(config, *hashes, precision)
 
 
-def is_older_run(run_dir: Path) -> bool:
-    """Whether an earlier version, which left no marker, trained in this folder."""
-    return (run_dir / "lock").exists() and (run_dir / "metrics.jsonl").exists()
+def is_run(run_dir: Path) -> bool:
+    """Whether a folder without the marker is a run: a copy without it, or an earlier version's."""
+    record = (run_dir / "metrics.jsonl").exists()
+    known = (run_dir / "lock").exists() or (run_dir / "fingerprint.json").exists()
+    return record and known or any(run_dir.glob("checkpoints/step-*/manifest.json"))
 
 
 def lock_run(run_dir: Path, accelerator: Accelerator):
@@ -185,7 +187,7 @@ def lock_run(run_dir: Path, accelerator: Accelerator):
     """
     if not accelerator.is_main_process:
         return open(os.devnull)
-    claim_folder(run_dir, RUN_FILES, "run_dir", is_older_run)
+    claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
     lock = open(run_dir / "lock", "a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,41 +249,3 @@ def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) 
     except UserError as error:
         accelerator.print(f"warning: no evaluation on held-out documents: {error}")
         return None
-
-
-def describe(
-    config: Config,
-    model: BertForPreTraining,
-    phases: list[Phase],
-    sources: list[BatchSource],
-    start: int,
-    accelerator: Accelerator,
-) -> None:
-    """Print the run at its start: config, size, phases, and one pair as the model sees it."""
-    print(json.dumps(asdict(config)))
-    print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters; {accelerator.num_processes} x "
-        f"{accelerator.device.type}, {accelerator.mixed_precision.replace('no', 'fp32')}; "
-        f"from step {start:,} to {config.train.max_steps:,}"
-    )
-    for phase, source in zip(phases, sources, strict=True):
-        pairs = source.part_size(0) * source.n_parts
-        print(
-            f"step {phase.start:,} to {phase.end:,}: {phase.train.global_batch_size:,} sequences "
-            f"of at most {phase.data.max_seq_length} tokens a step, {pairs:,} pairs an epoch"
-        )
-    phase = phase_at(phases, start)
-    example = (start - phase.start) * phase.train.global_batch_size
-    batch = sources[phases.index(phase)].batch(example, 1)
-    print(show_pair(batch, sources[0].store.vocabulary))
-
-
-def show_pair(batch: Batch, vocabulary: Vocabulary) -> str:
-    """A batch of one sequence as the model sees it, what is to be predicted in parentheses."""
-    pieces = vocabulary.pieces
-    labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
-    words = (
-        pieces[token] + (f"({pieces[labels[i]]})" if i in labels else "")
-        for i, token in enumerate(batch.input_ids.tolist())
-    )
-    return ("IsNext: ", "random: ")[int(batch.next_sentence_label)] + " ".join(words)

@@ -5,6 +5,8 @@ import json
 import secrets
 from pathlib import Path
 
+from pretrain.checkpoint import to_json
+
 
 class Tracker:
     """Appends metrics to `run_dir/metrics.jsonl`, and reports them to wandb when a project is
@@ -18,7 +20,7 @@ class Tracker:
         self.path = run_dir / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.write_text("".join(to_json(line) + "\n" for line in kept))
         temporary.replace(self.path)
         self.file = open(self.path, "a")
         self.wandb = None
@@ -26,7 +28,7 @@ class Tracker:
             self.try_wandb(lambda: self.start_wandb(run_dir, project, config))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.file.write(json.dumps({"step": step} | metrics) + "\n")
+        self.file.write(to_json({"step": step} | metrics) + "\n")
         self.file.flush()
         if self.wandb:
             self.try_wandb(lambda: self.wandb.log(metrics, step=step))
@@ -92,7 +94,7 @@ def draw_curves(run_dir: Path) -> Path | None:
         (accuracy, "eval/nsp_accuracy", "C3o-", "NSP, held out"),
         (accuracy, "eval/nsp_majority", "k--", "NSP majority, held out"),
     ):
-        points = [(line["step"], line[name]) for line in lines if name in line]
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
     loss.set(xlabel="step", ylabel="loss, nats")

@@ -3,6 +3,7 @@ while the rest."""
 
 import gc
 import math
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -19,6 +20,13 @@ from data_pipeline.hashing import Stream, draws, key
 from data_pipeline.processes import progress_bar
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, Phase, phase_at, phases_of
+from pretrain.describe import (
+    TimeLeft,
+    describe_end,
+    describe_start,
+    say_evaluation,
+    say_progress,
+)
 from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import check_export_folder, export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, tally, to_metrics
@@ -29,7 +37,6 @@ from pretrain.start import (
     build_accelerator,
     build_held_out,
     build_model,
-    describe,
     fingerprint_run,
     keep_in_run,
     load_resume_state,
@@ -82,7 +89,7 @@ def train(config: Config) -> None:
         OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
         keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
         tracker = Tracker(run_dir, state["step"], config.tracking.wandb, asdict(config))
-        describe(config, bare, phases, sources, state["step"], accelerator)
+        describe_start(config, bare, phases, sources, state["step"], accelerator)
 
     # training loop
     steps = range(state["step"], settings.max_steps)
@@ -93,6 +100,7 @@ def train(config: Config) -> None:
     )
     window = torch.tensor(state["window"], dtype=torch.float64, device=device)
     clock = Clock(world_size, peak_flops(device))
+    left = TimeLeft(phases, state["step"])
     bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
     say = bar.write if main else lambda line: None
     counts = sample_counts(store)
@@ -137,14 +145,13 @@ def train(config: Config) -> None:
             window.zero_()
             if main:
                 tracker.log(done, metrics)
-                speed = metrics["perf/tokens_per_second"]
-                bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}, {speed:,.0f} tokens/s")
+                bar.set_postfix_str(say_progress(metrics, left.seconds(done)))
         if held_out and (done % settings.eval_every == 0 or ended):
             with clock.paused():
                 state["evaluation"] = evaluate(bare, held_out, accelerator)
             if main:
                 tracker.log(done, state["evaluation"])
-                bar.write(evaluation_line(done, state["evaluation"]))
+                bar.write(f"step {done:,}: {say_evaluation(state['evaluation'])}")
         if done % settings.save_every == 0 or ended:
             sizes = [source.part_sizes for source in sources]
             state |= {"step": done, "window": window.tolist(), "part_sizes": sizes}
@@ -161,7 +168,7 @@ def train(config: Config) -> None:
         draw_curves(run_dir)
         checkpoint = newest_checkpoint(run_dir / "checkpoints")
         export_checkpoint(checkpoint, config, run_dir / "export")
-        print(f"export: {run_dir / 'export'}")
+        describe_end(run_dir, state["step"], time.perf_counter() - left.began, state["evaluation"])
     accelerator.wait_for_everyone()
     del model, bare, optimizers
     accelerator.free_memory()
@@ -206,14 +213,3 @@ def update(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-
-
-def evaluation_line(step: int, metrics: dict[str, float]) -> str:
-    line = (
-        f"step {step:,}: held-out MLM loss {metrics['eval/mlm_loss']:.3f} nats (unigram entropy "
-        f"{metrics['eval/unigram_entropy']:.3f}), accuracy {metrics['eval/mlm_accuracy']:.3f}"
-    )
-    if "eval/nsp_accuracy" in metrics:
-        line += f"; NSP accuracy {metrics['eval/nsp_accuracy']:.3f}"
-        line += f" (majority {metrics['eval/nsp_majority']:.3f})"
-    return line

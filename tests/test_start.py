@@ -64,7 +64,7 @@ def test_a_rank_with_other_data_is_named_and_one_with_a_copy_is_not(
     assert done.returncode == 0, done.stderr
     assert "ranks: 2 on " in done.stdout
     path = tmp_path / "data/store/manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sha256": "of another text"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"data_sha256": "of another text"}))
     done = run_apart(prepared, tmp_path, f"data_dir={tmp_path}/data")
     assert done.returncode != 0
     assert "data_sha256 is 'of another text', on rank 0" in done.stderr

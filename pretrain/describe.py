@@ -1,0 +1,132 @@
+"""What a run says: at its start, at each evaluation, and at its end."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from data_pipeline.batches import Batch, BatchSource, count_passes
+from data_pipeline.pairs import LABELS
+from data_pipeline.token_store import Vocabulary
+from pretrain.checkpoint import list_checkpoints
+from pretrain.config import Config, Phase, phase_at
+from pretrain.model import BertForPreTraining
+
+
+def describe_start(
+    config: Config,
+    model: BertForPreTraining,
+    phases: list[Phase],
+    sources: list[BatchSource],
+    start: int,
+    accelerator: Accelerator,
+) -> None:
+    """Print the run as it starts: size, how each step is divided, and one pair as the model sees
+    it."""
+    processes, steps = accelerator.num_processes, config.train.max_steps
+    print(f"run: {config.run_dir}, whose config.yaml has all settings; step {start:,} to {steps:,}")
+    print(
+        f"model: {sum(p.numel() for p in model.parameters()):,} parameters, on {processes} x "
+        f"{accelerator.device.type} in {accelerator.mixed_precision.replace('no', 'fp32')}"
+    )
+    for phase, source in zip(phases, sources, strict=True):
+        size, most = phase.train.global_batch_size, phase.train.micro_batch_size
+        passes = count_passes(size, most, processes)
+        pairs = source.part_size(0) * source.n_parts
+        print(
+            f"step {phase.start:,} to {phase.end:,}: {size:,} sequences of at most "
+            f"{phase.data.max_seq_length} tokens a step = {processes} x {passes} passes of at most "
+            f"{-(-size // (processes * passes))}; {pairs:,} pairs an epoch, "
+            f"{(phase.end - phase.start) * size / pairs:,.1f} epochs"
+        )
+    phase = phase_at(phases, start)
+    example = (start - phase.start) * phase.train.global_batch_size
+    batch = sources[phases.index(phase)].batch(example, 1)
+    print("a sequence as the model sees it, with what it has to predict in parentheses:")
+    print("    " + show_sequence(batch, sources[0].store.vocabulary, config.data.objective))
+
+
+def show_sequence(batch: Batch, vocabulary: Vocabulary, objective: str) -> str:
+    """A batch of one sequence as the model sees it: its label, and what it has to predict in
+    parentheses."""
+    pieces = vocabulary.pieces
+    labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
+    words = (
+        pieces[token] + (f"({pieces[labels[i]]})" if i in labels else "")
+        for i, token in enumerate(batch.input_ids.tolist())
+    )
+    label = LABELS[objective][int(batch.next_sentence_label)]
+    return " ".join([f"{label}:"] * bool(label) + list(words))
+
+
+@dataclass
+class TimeLeft:
+    """How long a run will still take, from how long it has taken since `start`.
+
+    A step of a phase counts as its tokens, so that long sequences at the end are foreseen.
+    """
+
+    phases: list[Phase]
+    start: int
+    began: float = field(default_factory=time.perf_counter)
+
+    def seconds(self, done: int) -> float:
+        elapsed = time.perf_counter() - self.began
+        return elapsed * self.work(done, self.phases[-1].end) / self.work(self.start, done)
+
+    def work(self, first: int, last: int) -> int:
+        return sum(
+            max(0, min(last, phase.end) - max(first, phase.start))
+            * phase.train.global_batch_size
+            * phase.data.max_seq_length
+            for phase in self.phases
+        )
+
+
+def say_duration(seconds: float) -> str:
+    """A time in the largest unit of which it is at least two."""
+    for name, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {name}"
+    return f"{seconds:,.0f} s"
+
+
+def say_evaluation(metrics: dict[str, float]) -> str:
+    """The held-out results beside what needs no model."""
+    line = (
+        f"held-out MLM loss {metrics['eval/mlm_loss']:.3f} nats (unigram entropy "
+        f"{metrics['eval/unigram_entropy']:.3f}), accuracy {metrics['eval/mlm_accuracy']:.3f}"
+    )
+    if "eval/nsp_accuracy" in metrics:
+        line += f"; NSP accuracy {metrics['eval/nsp_accuracy']:.3f}"
+        line += f" (majority {metrics['eval/nsp_majority']:.3f})"
+    return line
+
+
+def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
+    """The training losses of the last steps, speed and the time that is left, for the bar."""
+    losses = f"MLM {metrics['train/mlm_loss']:.3f}"
+    if "train/nsp_loss" in metrics:
+        losses += f", NSP {metrics['train/nsp_loss']:.3f}"
+    speed = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
+    return f"loss: {losses}; {speed}; {say_duration(seconds_left)} left"
+
+
+def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str, float]) -> None:
+    """Print what the run has come to, where everything lies, and what can be done with it."""
+    print(f"done: {step:,} steps; this command trained for {say_duration(seconds)}")
+    print(say_evaluation(evaluation) if evaluation else "nothing is held out to measure it by")
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    rows = {
+        run_dir / "export": "the model, for transformers: from_pretrained of this folder",
+        run_dir / "metrics.jsonl": "the record: losses, accuracies and speed by step",
+        run_dir / "curves.png": "its curves",
+        run_dir
+        / "checkpoints": f"{len(checkpoints)} to go on from, the last {checkpoints[-1].name}",
+    }
+    width = max(len(str(path)) for path in rows)
+    for path, what in rows.items():
+        if path.exists():
+            print(f"  {path!s:{width}}  {what}")
+    print("more steps: the same command with a larger train.max_steps and train.extend=true")
