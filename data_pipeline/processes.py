@@ -163,7 +163,7 @@ def connect(address: str):
     try:
         from distributed import Client
     except ImportError:
-        raise UserError("--cluster needs dask: pip install 'bert-pretrain[cluster]'") from None
+        raise UserError("--cluster needs dask: pip install -e '.[cluster]'") from None
     try:
         return Client(address, timeout=PATIENCE, set_as_default=False)
     except (OSError, ValueError) as error:

@@ -247,7 +247,7 @@ def load_segmenter(name: str | None) -> Segmenter | None:
             import rjieba
         except ImportError:
             raise UserError(
-                "corpus.words=segmenter needs rjieba: pip install bert-pretrain[chinese]"
+                "corpus.words=segmenter needs rjieba: pip install -e '.[chinese]'"
             ) from None
         return rjieba.cut
     module, _, function = name.partition(":")

@@ -113,10 +113,25 @@ def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
     return f"loss: {losses}; {speed}; {say_duration(seconds_left)} left"
 
 
+def say_quality(metrics: dict[str, float]) -> str:
+    """How good the model is on held-out text, in words."""
+    entropy, loss = metrics["eval/unigram_entropy"], metrics["eval/mlm_loss"]
+    compared = "better" if loss < entropy else "worse"
+    line = (
+        f"on held-out text it predicts masked tokens {abs(entropy - loss):.2f} nats {compared} "
+        f"than their frequencies alone do ({loss:.3f}, {entropy:.3f}) and "
+        f"{metrics['eval/mlm_accuracy']:.1%} of them right"
+    )
+    if "eval/nsp_accuracy" in metrics:
+        line += f"; {metrics['eval/nsp_accuracy']:.1%} of the pairs are told right, where always "
+        line += f"the same answer has {metrics['eval/nsp_majority']:.1%}"
+    return line
+
+
 def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str, float]) -> None:
     """Print what the run has come to, where everything lies, and what can be done with it."""
     print(f"done: {step:,} steps; this command trained for {say_duration(seconds)}")
-    print(say_evaluation(evaluation) if evaluation else "nothing is held out to measure it by")
+    print(say_quality(evaluation) if evaluation else "no text is held out to measure the model by")
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {
         run_dir / "export": "the model, for transformers: from_pretrained of this folder",

@@ -56,7 +56,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     cuda = torch.cuda.is_available()
     if not cuda:
         keep_freed_memory()
-    if not cuda and platform.machine() == "x86_64" and not torch.cpu._is_amx_tile_supported():
+    if not cuda and platform.machine() == "x86_64" and not cpu_supports("amx_tile"):
         # float32 products by oneDNN instead of MKL, 1.1 to 1.3 x as fast on AMD and as exact; other
         # CPUs would take bf16 products, which `precision: bf16` asks for
         torch.set_float32_matmul_precision("medium")
@@ -65,7 +65,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         if cuda:
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            fast = torch.cpu._is_avx512_bf16_supported()
+            fast = cpu_supports("avx512_bf16")
         precision = "bf16" if fast else "fp32"
     accelerator = Accelerator(
         cpu=not cuda,
@@ -84,9 +84,19 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     return accelerator
 
 
+def cpu_supports(feature: str) -> bool:
+    """Whether the CPU has an instruction set, by torch's name for it; torch has no public question
+    for that, and where it drops this one the answer is no."""
+    ask = getattr(torch.cpu, f"_is_{feature}_supported", None)
+    return bool(ask and ask())
+
+
 def keep_freed_memory() -> None:
-    """Let the large tensors that one step frees serve the next: the C library gives them back to
-    the system and gets zeroed pages instead, 5 to 20 % of a step on a CPU (glibc; else nothing)."""
+    """Let the large tensors that one step frees serve the next.
+
+    The C library gives them back to the system and gets zeroed pages instead, 5 to 20 % of a step
+    on a CPU. Only glibc has this setting; elsewhere (macOS, musl) nothing happens.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda parameter, value: None)
     mmap_threshold, trim_threshold = -3, -1  # malloc.h
     mallopt(mmap_threshold, 1 << 30)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from reference_pairs import draw, key, make_store, reference_example
 
 from data_pipeline import batches
-from data_pipeline.batches import Batch, BatchSource, prefetch
+from data_pipeline.batches import Batch, BatchSource, count_passes, cut_evenly, prefetch
 from data_pipeline.config import PairsConfig
 from data_pipeline.errors import UserError
 from data_pipeline.pairs import deal_documents
@@ -193,6 +193,31 @@ def test_the_shares_of_all_ranks_are_the_step(source, world_size, micro_batch_si
         batches = list(itertools.chain(*shares))
         assert {len(batch.next_sentence_label) for batch in batches} == {micro_batch_size}
         assert rows(*batches) == rows_at(source, step * 32, 32)
+
+
+@given(st.integers(1, 70), st.integers(1, 80), st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_any_batch_is_divided_evenly_among_processes_and_passes(size, most, world_size) -> None:
+    if size < world_size:
+        with pytest.raises(UserError, match="too small for"):
+            count_passes(size, most, world_size)
+        return
+    passes = count_passes(size, most, world_size)
+    shares = np.diff(cut_evenly(size, world_size))
+    sizes = np.concatenate([np.diff(cut_evenly(int(share), passes)) for share in shares])
+    assert sizes.sum() == size and len(sizes) == passes * world_size
+    assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
+    assert sizes.max() <= most + (
+        most * world_size < size and -(-size // world_size) > passes * most
+    )
+    assert passes == 1 or -(-size // world_size) > most * (passes - 1)  # one less would not do
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 7])
+def test_processes_that_do_not_divide_the_batch_share_it_all_the_same(source, world_size) -> None:
+    shares = [source.step(2, 32, 4, rank, world_size) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1  # they meet in each pass
+    assert rows(*itertools.chain(*shares)) == rows_at(source, 64, 32)
 
 
 def test_a_step_asked_cold_is_the_step_asked_after_others(store, source) -> None:

@@ -389,7 +389,7 @@ def test_a_segmenter_that_is_not_there_is_refused(name: str, message: str):
 
 def test_without_rjieba_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "rjieba", None)
-    with pytest.raises(UserError, match=r"pip install bert-pretrain\[chinese\]") as error:
+    with pytest.raises(UserError, match=r"pip install -e .\.\[chinese\]") as error:
         load_segmenter("segmenter")
     assert "\n" not in str(error.value)
 

@@ -50,30 +50,6 @@ def test_quickstart_goes_from_a_file_to_a_filled_mask(prepared: Path) -> None:
     assert "held-out MLM loss" in done.stdout + done.stderr
 
 
-def test_the_commands_of_a_real_run_run(prepared: Path, tmp_path: Path) -> None:
-    """As in the README, but for the size of the model and the number of processes."""
-    prepare, plan, train, export = commands()[2:6]
-    places = f"data_dir={tmp_path}/data run_dir={tmp_path}/run"
-    model = "model.num_hidden_layers=1 model.hidden_size=32 model.num_attention_heads=2"
-    steps = "train.global_batch_size=8 train.micro_batch_size=4 train.log_every=1"
-    phases = "'train.phases=[{steps: 3}, {steps: 1, max_seq_length: 64}]'"
-    sizes = f"{SMALL} {model} model.intermediate_size=64 {steps} {phases}"
-    files = f"corpus.files={prepared}/topics.txt"
-    prepare = prepare.replace("corpus.files='texts/*.txt.xz'", files)
-    done = shell(f"{prepare} {places} {sizes}")
-    assert done.returncode == 0, done.stderr
-    done = shell(f"{plan} {files} {places} {sizes}")
-    assert done.returncode == 0 and "FLOPs a token" in done.stdout, done.stderr
-    two = train.replace("gpu_8.yaml", "cpu_2.yaml")
-    done = shell(f"{two} {files} {places} {sizes}")
-    assert done.returncode == 0, done.stderr
-    done = shell(
-        export.replace("runs/bert_base", f"{tmp_path}/run").replace(" exported", f" {tmp_path}/x")
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "x/model.safetensors").exists()
-
-
 def test_every_file_that_the_readme_names_is_there() -> None:
     names = re.findall(r"\b[\w/]+\.(?:yaml|py|sh)\b", README)
     known = {p.name for p in ROOT.rglob("*") if ".venv" not in p.parts}

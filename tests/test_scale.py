@@ -142,7 +142,7 @@ def test_no_scheduler_is_one_line(files, tmp_path: Path, monkeypatch):
 
 def test_without_dask_the_extra_is_named(files, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(UserError, match=r"bert-pretrain\[cluster\]"):
+    with pytest.raises(UserError, match=r"pip install -e .\.\[cluster\]"):
         prepare(config_of(files, tmp_path / "data"), cluster="tcp://127.0.0.1:9")
 
 

@@ -1,0 +1,200 @@
+"""Every command that is shipped runs as it is written: in README, docs, the headers of recipes and
+launch files, and scripts. Recipes are shrunk beforehand, commands are not touched; what needs eight
+GPUs or several machines is checked by its arithmetic."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_pipeline.batches import count_passes, cut_evenly
+from data_pipeline.config import load_config
+from pretrain.config import Config, phases_of
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+COMMAND = re.compile(
+    r"(?:^#? *|`)((?:bash|python3?|accelerate|sbatch|source|pip|dask) [^`\n]+)", re.M
+)
+PLACEHOLDER = re.compile(r"\b(CONFIG|FILE|HEAD|FOLDER|N|DIR|RUN_DIR|OUT_DIR)\b")
+
+
+def shipped() -> dict[str, str]:
+    """Command -> the file that ships it, in the order of reading."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    headers = [
+        *sorted((ROOT / "configs").rglob("*.yaml")),
+        *sorted((ROOT / "scripts").glob("*.slurm")),
+    ]
+    found: dict[str, str] = {}
+    for path in pages + headers:
+        text = path.read_text(encoding="utf-8")
+        if path in headers:
+            text = "".join(line for line in text.splitlines(True) if line.startswith("#"))
+        for command in COMMAND.findall(text):
+            command = re.split(r"  +#| {4,}#", command)[0].strip()
+            found.setdefault(re.sub(r" \[key=value \.\.\.\]", "", command), path.name)
+    return found
+
+
+def kind_of(command: str) -> str:
+    """How a command is proved."""
+    if re.search(r"gpu_8|fsdp_8|multi_node|^sbatch --nodes", command):
+        return "arithmetic"
+    if (
+        PLACEHOLDER.search(command)
+        or "..." in command
+        or command.startswith("accelerate launch --cpu")
+    ):
+        return "placeholder"
+    if re.match(r"bash scripts/|python (scripts/benchmark|tests/google_rule)", command):
+        return "elsewhere"  # test_readme, test_benchmark, test_report
+    if re.match(r"source|pip|python3? -m venv|\.venv", command):
+        return "install"
+    return "run"
+
+
+COMMANDS = shipped()
+
+
+def of_kind(kind: str) -> list[str]:
+    return [command for command in COMMANDS if kind_of(command) == kind]
+
+
+def test_every_kind_of_command_is_found() -> None:
+    for kind, least in {"run": 12, "arithmetic": 8, "placeholder": 5, "install": 3}.items():
+        assert len(of_kind(kind)) >= least, (kind, of_kind(kind))
+    assert "bash scripts/quickstart.sh" in of_kind("elsewhere")
+
+
+# --- what runs here -------------------------------------------------------------------------------
+
+
+def shrink(path: Path) -> None:
+    """Make a recipe a matter of seconds: a small model and vocabulary and few steps. Batches,
+    lengths, phases, objectives and optimizers stay."""
+    recipe = yaml.safe_load(path.read_text())
+    recipe["corpus"].pop("source", None)
+    recipe["corpus"] |= {"files": recipe["corpus"].get("files", ["corpus/*.txt"]), "held_out": 0.2}
+    recipe["vocab"]["size"] = 512
+    recipe["model"] |= {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    steps = 4 if recipe["train"]["global_batch_size"] < 1000 else 1
+    recipe["train"] |= {"max_steps": steps, "eval_examples": 16, "precision": "fp32"}
+    header = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
+    path.write_text(header + yaml.safe_dump(recipe))
+
+
+@pytest.fixture(scope="module")
+def project(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project beside some text, with small recipes."""
+    root = tmp_path_factory.mktemp("project")
+    for name in ("configs", "data_pipeline", "pretrain", "scripts"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("corpus", "corpus_zh"):
+        (root / name).mkdir()
+        shutil.copy(prepared / "topics.txt", root / name / "topics.txt")
+    for name in RECIPES:
+        shrink(root / "configs" / name)
+    return root
+
+
+def shell(line: str, folder: Path, timeout: int = 300) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_every_command_runs_as_it_is_written(project: Path) -> None:
+    """In the order of the journey: what prepares, then what plans and trains, then what exports."""
+    order = ("pretrain.plan", "data_pipeline ", "pretrain ", "")
+    commands = sorted(
+        of_kind("run"), key=lambda c: next(i for i, name in enumerate(order) if name in f"{c} ")
+    )
+    prepared = {c.split()[3] for c in commands if c.startswith("python -m data_pipeline ")}
+    for command in commands:
+        (recipe,) = re.findall(r"configs/\w+\.yaml", command)[-1:] or [""]
+        if "-m pretrain " in command and recipe not in prepared:
+            assert shell(f"python -m data_pipeline {recipe}", project).returncode == 0
+            prepared.add(recipe)
+        done = shell(command, project)
+        assert done.returncode == 0, f"{COMMANDS[command]}: {command}\n{done.stderr[-2000:]}"
+    assert (project / "exported/model.safetensors").exists()
+    for name in ("quickstart", "mini", "tiny", "small", "bert_base_24h"):
+        assert (project / "runs" / name / "export/config.json").exists()
+
+
+# --- what needs more machines ---------------------------------------------------------------------
+
+
+def world_size_of(command: str) -> int:
+    """Processes that a launch command starts, on all machines."""
+    if command.startswith("sbatch"):
+        gpus = int(
+            re.search(r"--gpus-per-node=(\d+)", (ROOT / "scripts/pretrain.slurm").read_text())[1]
+        )
+        nodes = re.search(r"--nodes (\d+)", command)
+        return gpus * (int(nodes[1]) if nodes else 2)
+    asked = re.search(r"--num_processes (\d+)", command)
+    launch = yaml.safe_load((ROOT / re.search(r"--config_file (\S+)", command)[1]).read_text())
+    return int(asked[1]) if asked else launch["num_processes"]
+
+
+@pytest.mark.parametrize("command", of_kind("arithmetic"))
+def test_a_launch_on_many_gpus_divides_its_batches_evenly(command: str) -> None:
+    recipe = re.search(r"configs/\w+\.yaml", command.split("-m pretrain")[-1])
+    world_size = world_size_of(command.replace("N", "3"))
+    for name in [Path(recipe[0]).name] if recipe else RECIPES:
+        for phase in phases_of(load_config(Config, str(ROOT / "configs" / name))):
+            size, most = phase.train.global_batch_size, phase.train.micro_batch_size
+            passes = count_passes(size, most, world_size)
+            for first, last in pairwise(cut_evenly(size, world_size)):
+                sizes = [b - a for a, b in pairwise(cut_evenly(last - first, passes))]
+                assert 1 <= min(sizes) and max(sizes) <= most
+
+
+def test_sixteen_and_thirty_two_processes_are_among_them() -> None:
+    assert {16, 32} <= {world_size_of(c) for c in of_kind("arithmetic") if "N" not in c.split()}
+
+
+# --- what installs --------------------------------------------------------------------------------
+
+
+def test_every_extra_that_is_named_is_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    sources = [*ROOT.glob("*/*.py"), ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    texts = [p.read_text(encoding="utf-8") for p in sources if "tests" not in p.parts]
+    named = re.findall(r"pip install -e '?\.\[([\w,]+)\]", "\n".join(texts))
+    assert len(named) >= 4
+    assert {name for names in named for name in names.split(",")} <= extras.keys()
+    assert not [text for text in texts if "pip install bert-pretrain" in text]
+    assert not [text for text in texts if "pip install 'bert-pretrain" in text]
+
+
+# --- shrinking a recipe ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_of_other_size_needs_one_change(name: str) -> None:
+    """Warm-up and phases are shares of the steps, the feed-forward width is one of the width."""
+    path = str(ROOT / "configs" / name)
+    whole = phases_of(load_config(Config, path))
+    small = load_config(Config, path, ["train.max_steps=100"])
+    short = phases_of(small)
+    assert [phase.end for phase in short][-1] == 100 and len(short) == len(whole)
+    assert all(phase.train.warmup_steps < phase.train.max_steps for phase in short)
+    assert small.model.intermediate_size is None
