@@ -36,6 +36,7 @@ from data_pipeline.vocab import write_tokenizer
 from data_pipeline.vocab_report import print_report, report_vocabulary
 from data_pipeline.words import load_segmenter
 
+DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
 is_work = re.compile(r"[0-9a-f]{16}-").match  # a name in `work`: it begins with the settings' hash
 
 
@@ -61,7 +62,7 @@ def prepare(
     pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
     settings = store_settings(config.corpus, config.vocab, pieces, existing)
     key = settings_key(settings)
-    claim_folder(data_dir, ("work", "vocab", "store"), "data_dir", is_data)
+    claim_folder(data_dir, DATA_FILES, "data_dir", is_data)
     older_key = key_of_schema_1(config.corpus, config.vocab, pieces, existing)
     if is_prepared(data_dir, settings, older_key):
         remove_entries(work_dir, is_work)  # a killed command may have left it

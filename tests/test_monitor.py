@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,8 @@ def test_a_run_that_diverges_stops_in_one_line_with_the_batch_in_a_file(
         and found["first"] == 16 * found["step"]
     )
     assert len(found["losses"]) == 2
+    for name in ("metrics.jsonl", "bad_batch.json"):
+        assert not re.search("NaN|Infinity", (tmp_path / name).read_text())  # they are no JSON
 
 
 def test_two_processes_stop_together_and_one_says_why(prepared: Path, tmp_path: Path) -> None:

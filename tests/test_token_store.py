@@ -234,7 +234,7 @@ def test_what_differs_is_named_by_source() -> None:
 # --- whose folder it is ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["work", "vocab", "store"])
+@pytest.mark.parametrize("name", ["work", "vocab", "store", "report.html"])
 def test_a_folder_of_the_users_is_refused_before_anything_is_written(
     files, tmp_path: Path, name: str
 ) -> None:

@@ -1,0 +1,95 @@
+"""What a run says: labels by objective, named losses, the time that is left, what lies where."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_train import train_here
+
+from data_pipeline.batches import BatchSource
+from data_pipeline.config import PairsConfig
+from data_pipeline.token_store import TokenStore
+from pretrain import describe
+from pretrain.checkpoint import to_json
+from pretrain.config import Config, PhaseConfig, phases_of
+from pretrain.describe import TimeLeft, say_duration, say_quality, show_sequence
+
+
+@pytest.mark.parametrize(
+    ("objective", "labels"),
+    [("nsp", {"IsNext:", "random:"}), ("sop", {"in", "swapped:"}), ("none", {"[CLS]"})],
+)
+def test_a_sequence_is_labelled_by_its_objective(
+    store: TokenStore, objective: str, labels: set[str]
+) -> None:
+    source = BatchSource(store, PairsConfig(max_seq_length=64, objective=objective), 0)
+    shown = [show_sequence(source.batch(i, 1), store.vocabulary, objective) for i in range(40)]
+    assert {text.split()[0] for text in shown} == labels
+    for i, text in enumerate(shown):
+        batch = source.batch(i, 1)
+        assert len(re.findall(r"\S\(\S+\)", text)) == len(batch.masked_labels)
+        assert text.endswith("[SEP]")
+
+
+def test_a_run_says_what_it_does_and_where_everything_is(
+    prepared: Path, tmp_path: Path, capsys
+) -> None:
+    run_dir = tmp_path / "run"
+    train_here(prepared, run_dir, "train.micro_batch_size=6", "train.log_every=4")
+    said, bar = capsys.readouterr()
+    assert "16 sequences of at most 64 tokens a step = 1 x 3 passes of at most 6;" in said
+    assert "with what it has to predict in parentheses:\n    " in said
+    assert max(map(len, said.splitlines())) < 1200  # a sequence is the longest line
+    assert re.search(r"loss: MLM \d\.\d+, NSP \d\.\d+; [\d,]+ tokens/s; \d+ s left", bar)
+    end = said[said.index("done: 12 steps") :]
+    assert re.search(r"predicts masked tokens \d\.\d\d nats (better|worse) than their freq", end)
+    for name in ("export", "metrics.jsonl", "curves.png", "checkpoints"):
+        assert f"{run_dir / name} " in end
+    assert "2 to go on from, the last step-00000012" in end
+
+
+def test_quality_is_told_against_what_needs_no_model() -> None:
+    metrics = {"eval/mlm_loss": 4.759, "eval/unigram_entropy": 6.234, "eval/mlm_accuracy": 0.279}
+    assert say_quality(metrics) == (
+        "on held-out text it predicts masked tokens 1.47 nats better than their frequencies alone "
+        "do (4.759, 6.234) and 27.9% of them right"
+    )
+    metrics |= {"eval/mlm_loss": 6.5, "eval/nsp_accuracy": 0.519, "eval/nsp_majority": 0.5}
+    assert "0.27 nats worse than" in say_quality(metrics)
+    assert "51.9% of the pairs are told right, where always the same answer has 50.0%" in (
+        say_quality(metrics)
+    )
+
+
+def test_the_time_left_foresees_longer_sequences(monkeypatch) -> None:
+    config = Config()
+    config.train.max_steps = 100
+    config.train.phases = [PhaseConfig(steps=0.9), PhaseConfig(steps=0.1, max_seq_length=512)]
+    now = SimpleNamespace(value=0.0)
+    monkeypatch.setattr(describe.time, "perf_counter", lambda: now.value)
+    left = TimeLeft(phases_of(config), start=40, began=0.0)
+    now.value = 10.0  # for 10 steps of 128
+    assert left.seconds(50) == pytest.approx(40 + 4 * 10)
+    now.value = 10 + 40 + 20  # in the middle of the second phase
+    assert left.seconds(95) == pytest.approx(70 * 20 / 70)
+    assert left.seconds(100) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0 s"), (119, "119 s"), (600, "10 min"), (9000, "2 h"), (4e5, "5 days")],
+)
+def test_a_duration_is_told_in_the_largest_unit_of_which_it_is_two(seconds, said) -> None:
+    assert say_duration(seconds) == said
+
+
+def test_what_is_written_is_json_even_where_a_number_is_not_finite() -> None:
+    value = {"a": float("nan"), "b": [1.5, float("inf")], "c": ({"d": -float("inf")},), "e": "NaN"}
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    found = json.loads(to_json(value), parse_constant=refuse)
+    assert found == {"a": None, "b": [1.5, None], "c": [{"d": None}], "e": "NaN"}
