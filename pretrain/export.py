@@ -370,7 +370,7 @@ def find_manifest(config: Config, sha256: str) -> dict | None:
         manifest = read_manifest(Path(config.data_dir) / "store")
     except (UserError, OSError):
         return None
-    return manifest if manifest.get("sha256") == sha256 else None
+    return manifest if manifest["data_sha256"] == sha256 else None
 
 
 def read_run_config(run_dir: Path) -> Config:

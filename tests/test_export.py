@@ -120,7 +120,7 @@ def run_dir(prepared: Path, store: TokenStore, tmp_path_factory: pytest.TempPath
     config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={run_dir}"])
     contract = {
         "vocab_sha256": store.vocabulary.sha256,
-        "data_sha256": store.manifest["sha256"],
+        "data_sha256": store.manifest["data_sha256"],
     }
     for step in (4, 8):
         state = {"step": step, "evaluation": {"eval/mlm_loss": 5.25}, "contract": contract}
@@ -465,7 +465,7 @@ def test_the_card_says_what_it_is_and_its_example_runs_in_the_folder(
         "15%",
         "| Masked-LM loss | 5.250 nats |",
         store.vocabulary.sha256,
-        store.manifest["sha256"],
+        store.manifest["data_sha256"],
     ):
         assert fact in body, fact
     code = re.search(r"```python\n(.*?)```", body, re.S)[1]
@@ -609,7 +609,7 @@ def test_the_marker_lists_what_the_export_wrote(run_dir, tmp_path, monkeypatch, 
     marker = json.loads((tmp_path / "out/export.json").read_text())
     assert marker["schema"] == 1 and marker["made_by"].startswith("bert-pretrain ")
     assert marker["step"] == 8 and marker["vocab_sha256"] == store.vocabulary.sha256
-    assert marker["data_sha256"] == store.manifest["sha256"]
+    assert marker["data_sha256"] == store.manifest["data_sha256"]
     assert marker["files"].keys() == FILES - {"export.json"}
     for name, sha256 in marker["files"].items():
         assert file_hash(tmp_path / "out" / name) == sha256
@@ -821,7 +821,7 @@ def test_a_run_without_its_vocabulary_says_where_to_put_it(
 
 def test_the_manifest_of_another_store_is_not_this_runs(prepared, store) -> None:
     config = load_config(Config, str(prepared / "config.yaml"))
-    assert find_manifest(config, store.manifest["sha256"]) == store.manifest
+    assert find_manifest(config, store.manifest["data_sha256"]) == store.manifest
     assert find_manifest(config, "another") is None
 
 
