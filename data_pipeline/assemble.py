@@ -17,7 +17,14 @@ from data_pipeline.encode import SPLITS, hash_file
 from data_pipeline.errors import UserError
 from data_pipeline.identity import hash_json
 from data_pipeline.processes import progress_bar, written_beside
-from data_pipeline.token_store import ARRAYS, SCHEMA, load_array, read_manifest
+from data_pipeline.token_store import (
+    ARRAYS,
+    SCHEMA,
+    count_parts,
+    find_run_edges,
+    load_array,
+    read_manifest,
+)
 
 SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
 BLOCK_BYTES = 1 << 24
@@ -53,7 +60,11 @@ def assemble_store(
         if any(folder.glob("*/word_starts.npy")):
             manifest["word_starts"] = True
         # names the data in a checkpoint: the same for every store that holds the same arrays
-        arrays = {split: manifest[split]["sha256"] for split in SPLITS}
+        derived = "run_edges.npy"
+        arrays = {
+            split: {n: h for n, h in manifest[split]["sha256"].items() if n != derived}
+            for split in SPLITS
+        }
         manifest["data_sha256"] = hash_json({"vocab": vocab_sha256} | arrays)
         manifest["sha256"] = hash_manifest(manifest)
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -91,6 +102,9 @@ def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
         bits = join_bits((load_array(f / "word_starts.npy"), e["tokens"]) for f, e in parts)
         size = (totals["tokens"] + 7) // 8
         write_array(out / "word_starts.npy", np.dtype(np.uint8), size, bits)
+    if (n_parts := count_parts(totals["tokens"])) > 1:
+        sentences, documents = (load_array(out / f"{name}.npy") for name in ARRAYS[1:])
+        np.save(out / "run_edges.npy", find_run_edges(sentences, documents, n_parts))
     return totals | {"sha256": {path.name: hash_file(path) for path in sorted(out.iterdir())}}
 
 

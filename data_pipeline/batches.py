@@ -21,13 +21,12 @@ from data_pipeline.hashing import Stream, draws, key
 from data_pipeline.masking import choose_words, replace_tokens, starts_span
 from data_pipeline.pairs import (
     PAIR,
-    PART_TOKENS,
     SPECIALS,
     cut_segments,
     deal_documents,
     draw_pairs,
 )
-from data_pipeline.token_store import StoreView, TokenStore
+from data_pipeline.token_store import StoreView, TokenStore, count_parts
 
 BLOCK_TOKENS = 1 << 16  # that are built at once
 
@@ -103,7 +102,7 @@ class BatchSource:
         self, store: TokenStore, data: PairsConfig, seed: int, part_sizes: list[int] | None = None
     ):
         self.store, self.data, self.seed = store, data, seed
-        self.n_parts = max(1, -(-len(store) // PART_TOKENS))  # of an epoch
+        self.n_parts = count_parts(len(store))  # of an epoch
         self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
         self.segments = cut_segments(store, self.max_tokens) if self.n_parts == 1 else None
         self.part_sizes = list(part_sizes or [])  # examples of each part drawn so far: a cache

@@ -16,13 +16,12 @@ import numpy as np
 
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import Stream, below, draws, key
-from data_pipeline.token_store import StoreView, TokenStore
+from data_pipeline.token_store import StoreView, TokenStore, count_parts, find_run_edges
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
 RUN = 4096  # segments that are cut into chunks one after another
-PART_TOKENS = 1 << 28  # of a corpus, that are planned at once: in some 1 GB
 BUCKET = 4  # chunks with B's of about equal length, half of which exchange them
 
 
@@ -46,15 +45,13 @@ def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[n
     Runs of documents, hundreds a part, are dealt by chance, so that each part is a sample of the
     whole. A part is empty only beside a document that is longer than a part.
     """
-    run_tokens = len(store) / (256 * n_parts)
-    # the first document that starts at or after each multiple of it, found without reading them all
-    targets = np.ceil(np.arange(256 * n_parts) * run_tokens).astype(np.int64)
-    sentences = np.searchsorted(store.sentence_offsets, targets)
-    edges = np.searchsorted(store.document_offsets, sentences)
-    edges = np.unique(np.append(edges, store.n_documents))
-    runs = np.stack([edges[:-1], edges[1:]], axis=1)
+    edges = store.run_edges
+    if edges is None or n_parts != count_parts(len(store)):
+        edges = find_run_edges(store.sentence_offsets, store.document_offsets, n_parts)
+    documents, starts = edges.T
+    runs = np.stack([documents[:-1], documents[1:]], axis=1)
     dealt = sort_rows(draw=draws(stream, np.arange(len(runs))))
-    tokens = np.diff(store.sentence_offsets[store.document_offsets[edges]])[dealt]
+    tokens = np.diff(starts)[dealt]
     part = (np.cumsum(tokens) - tokens) * n_parts // len(store)
     return [runs[np.sort(dealt[part == number])] for number in range(n_parts)]
 

@@ -22,6 +22,8 @@ from data_pipeline.errors import UserError
 SCHEMA = 2  # of the manifest and the layout; 1 had a folder per shard, and is still read
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")  # of a vocabulary
 ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
+PART_TOKENS = 1 << 28  # of a corpus, that are planned at once: in some 1 GB
+RUNS = 256  # of documents in a part: enough for each part to be a sample of the whole
 # a failure of the machine, not of the files
 RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EIO)
 
@@ -76,6 +78,7 @@ class TokenStore:
     sentence_offsets: np.ndarray  # int64 (sentences + 1,), in tokens
     document_offsets: np.ndarray  # int64 (documents + 1,), in sentences
     word_starts: np.ndarray | None = None  # uint8 (tokens / 8,), low bit first; None: ## tells
+    run_edges: np.ndarray | None = None  # of `find_run_edges`, where the store is large
     manifest: dict = field(default_factory=dict)
 
     @classmethod
@@ -105,7 +108,9 @@ class TokenStore:
                 f"{folder / split} has {found} tokens, sentences and documents, its manifest says "
                 f"{wanted}: it is damaged; delete {folder} and run python -m data_pipeline"
             )
-        return cls(vocabulary, *arrays[:3], *arrays[3:], manifest=manifest)
+        edges = folder / split / "run_edges.npy"
+        runs = load_array(edges) if edges.exists() else None
+        return cls(vocabulary, *arrays, run_edges=runs, manifest=manifest)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -147,6 +152,27 @@ class TokenStore:
             block = self.tokens[start : start + (1 << 20)]
             counts += np.bincount(block, minlength=len(counts))
         return counts
+
+
+def count_parts(tokens: int) -> int:
+    """Parts that an epoch over so many tokens is planned in."""
+    return max(1, -(-tokens // PART_TOKENS))
+
+
+def find_run_edges(
+    sentence_offsets: np.ndarray, document_offsets: np.ndarray, n_parts: int
+) -> np.ndarray:
+    """Cut a store into runs of documents of about equal length, `RUNS` for each of its parts.
+
+    Returns int64 (runs + 1, 2): the first document of each run and its first token, and the ends. A
+    large store keeps them in a file, since to find them reads pages all over the offsets.
+    """
+    run_tokens = int(sentence_offsets[-1]) / (RUNS * n_parts)
+    targets = np.ceil(np.arange(RUNS * n_parts) * run_tokens).astype(np.int64)
+    # the first document that starts at or after each multiple of `run_tokens`
+    edges = np.searchsorted(document_offsets, np.searchsorted(sentence_offsets, targets))
+    edges = np.unique(np.append(edges, len(document_offsets) - 1))
+    return np.stack([edges, sentence_offsets[document_offsets[edges]]], axis=1)
 
 
 class StoreView:

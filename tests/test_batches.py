@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_pairs import draw, key, make_store, reference_example
 
-from data_pipeline import batches
+from data_pipeline import token_store
 from data_pipeline.batches import Batch, BatchSource, count_passes, cut_evenly, prefetch
 from data_pipeline.config import PairsConfig
 from data_pipeline.errors import UserError
@@ -297,7 +297,7 @@ def test_at_most_two_epochs_are_kept(store) -> None:
 
 
 def in_parts(store: TokenStore, n_parts: int, objective: str = "nsp") -> BatchSource:
-    with mock.patch.object(batches, "PART_TOKENS", -(-len(store) // n_parts)):
+    with mock.patch.object(token_store, "PART_TOKENS", -(-len(store) // n_parts)):
         data = PairsConfig(max_seq_length=64, objective=objective)
         return BatchSource(store, data, SEED)
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_pairs import make_store
 
+from data_pipeline import token_store
 from data_pipeline.assemble import join_bits, verify, write_array
 from data_pipeline.batches import BatchSource
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
@@ -22,7 +24,15 @@ from data_pipeline.errors import UserError
 from data_pipeline.folders import MARKER
 from data_pipeline.identity import list_differences, settings_key, store_settings
 from data_pipeline.prepare import prepare
-from data_pipeline.token_store import StoreView, TokenStore, load_array, read_vocabulary
+from data_pipeline.token_store import (
+    StoreView,
+    TokenStore,
+    count_parts,
+    find_run_edges,
+    load_array,
+    read_manifest,
+    read_vocabulary,
+)
 
 ROOT = Path(__file__).parents[1]
 SCHEMA_1 = (
@@ -81,6 +91,35 @@ def test_a_corpus_of_3000_pieces_is_prepared_and_opened_under_128_descriptors(
     assert len(list((tmp_path / "data/store").rglob("*.npy"))) == 6
     manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())
     assert manifest["train"]["documents"] + manifest["held_out"]["documents"] > 2900
+
+
+def test_a_large_store_keeps_where_its_parts_are_cut(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """So that a training process reads no offsets but those of its part."""
+    monkeypatch.setattr(token_store, "PART_TOKENS", 10_000)
+    config = config_of([str(prepared / "topics.txt")], tmp_path)
+    prepare(config, workers=1)
+    vocabulary = read_vocabulary(tmp_path / "vocab")
+    store = TokenStore.open(tmp_path / "store", "train", vocabulary)
+    assert count_parts(len(store)) > 3
+    searched = find_run_edges(
+        store.sentence_offsets, store.document_offsets, count_parts(len(store))
+    )
+    assert store.run_edges.tolist() == searched.tolist()
+    starts = store.sentence_offsets[store.document_offsets]
+    assert (starts[searched[:, 0]] == searched[:, 1]).all() and searched[-1, 1] == len(store)
+    without = replace(store, run_edges=None)
+    data = PairsConfig(max_seq_length=32, objective="none")
+    a, b = (BatchSource(s, data, 0).pairs(0) for s in (store, without))
+    assert (a == b).all()
+    verify(tmp_path)
+    one_part = config_of([str(prepared / "topics.txt")], tmp_path / "one")
+    monkeypatch.undo()
+    prepare(one_part, workers=1)
+    manifests = [read_manifest(folder / "store") for folder in (tmp_path, tmp_path / "one")]
+    assert not (tmp_path / "one/store/train/run_edges.npy").exists()
+    assert manifests[0]["data_sha256"] == manifests[1]["data_sha256"]  # the same text to train on
 
 
 def test_too_few_descriptors_are_no_reason_to_delete_a_store(store, monkeypatch) -> None:
