@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import load_config
@@ -96,22 +97,23 @@ def measure_activations(
     saves of a small and of a larger batch, a quarter more for what the backward pass makes (found
     on a CPU), and the scores of `linear_cross_entropy` with their gradient, which do not grow. With
     gradient checkpointing it is that of one layer, and what goes into each."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
     points, recomputed = [], model.gradient_checkpointing
     model.gradient_checkpointing = False  # its tensors are not seen here
     for count in (1, 4):
-        kept: dict[int, int] = {}
+        kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
-        def keep(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
+        def note(tensor: torch.Tensor, kept=kept) -> None:
             memory = tensor.untyped_storage()
-            kept[memory.data_ptr()] = memory.nbytes()
-            return tensor
+            reference = StorageWeakRef(memory)  # frees the memory, and lets no other have its name
+            if reference.cdata not in own:
+                kept[reference.cdata] = (reference, memory.nbytes())
 
         batch = source.batch(0, count).to(accelerator.device)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), accelerator.autocast():
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None), accelerator.autocast():
             losses, _ = model(batch)
         filled = -(-len(batch.input_ids) // FILL) * FILL
-        points.append((filled, sum(v for k, v in kept.items() if k not in own)))
+        points.append((filled, sum(size for _, size in kept.values())))
         del losses
     (x, low), (y, high) = points
     kept_bytes, layers = low + (high - low) / (y - x) * (tokens - x), len(model.layers)
