@@ -239,4 +239,5 @@ def write_word_starts(
 
 
 def dtype_of(vocab_size: int) -> type:
+    """Choose the type of token ids in a store: the smallest that holds them all."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32

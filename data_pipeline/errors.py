@@ -2,6 +2,7 @@
 here."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -19,6 +20,9 @@ def run_command(main: Callable[[], None]) -> None:
         message = str(error)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has seen enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             message = f"no space left for {error.filename or 'the output'}: free some and run the "

@@ -37,6 +37,13 @@ class Vocabulary:
     continues: np.ndarray  # bool (V,): the piece continues a word (##)
     ordinary: np.ndarray  # int64: ids that may replace a masked token: not special, not [unusedN]
 
+    @classmethod
+    def of(cls, pieces: list[str], sha256: str = "") -> "Vocabulary":
+        """Describe the pieces of a vocabulary, in the order of their ids."""
+        named = np.array([p.startswith("[") and p.endswith("]") and len(p) > 2 for p in pieces])
+        continues = np.array([p.startswith("##") for p in pieces])
+        return cls(pieces, sha256, continues, ordinary=np.flatnonzero(~named))
+
     def __len__(self) -> int:
         return len(self.pieces)
 
@@ -56,13 +63,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         raise UserError(f"no vocabulary at {path}; make one: python -m data_pipeline CONFIG")
     data = path.read_bytes()
     pieces = data.decode("utf-8").split("\n")[:-1]
-    named = np.array([p.startswith("[") and p.endswith("]") and len(p) > 2 for p in pieces])
-    return Vocabulary(
-        pieces=pieces,
-        sha256=hashlib.sha256(data).hexdigest(),
-        continues=np.array([p.startswith("##") for p in pieces]),
-        ordinary=np.flatnonzero(~named),
-    )
+    return Vocabulary.of(pieces, hashlib.sha256(data).hexdigest())
 
 
 @dataclass

@@ -1,17 +1,23 @@
 """Before a run: `python -m pretrain.plan CONFIG [key=value ...]` says what it takes and what is
-unusual, from the real model and data; `--check` has the model learn a batch by heart."""
+unusual, from the real model and the prepared data, or before there is any, from the size of the
+corpus; `--check` has the model learn a batch by heart."""
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import inf
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.batches import Batch, BatchSource, count_passes
+from data_pipeline.config import check as require
 from data_pipeline.config import load_config
 from data_pipeline.errors import UserError, run_command
+from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round_off
 from pretrain.config import Config, Phase, phases_of
 from pretrain.describe import show_sequence
 from pretrain.evaluate import sample_counts
@@ -19,49 +25,69 @@ from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS, count_flops
 from pretrain.model import FILL, BertForPreTraining
 from pretrain.optim import build_optimizers
-from pretrain.start import build_accelerator, build_model, fingerprint_run, open_data
+from pretrain.start import (
+    build_accelerator,
+    build_model,
+    build_sources,
+    fingerprint_run,
+    open_data,
+)
 from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # the trial takes about; sequences that operations are counted in
 BY_HEART, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach within so many steps, on so many
 USUAL_RATES = {"adamw": (1e-5, 2e-3), "muon": (2e-4, 2e-2), "lamb": (2e-4, 2e-2)}
+CARD, CARDS = "H100", (1, 8)  # and how many of them time is told for
 MFU = 0.4  # of a card, that a run of this kind can reach
 
 
-def plan(config: Config) -> None:
-    """Print the table and the warnings; raises `UserError` for all that `train` would refuse."""
+def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARDS) -> None:
+    """Print the table and the warnings; raises `UserError` for all that `train` would refuse.
+
+    given: tokens of a corpus that is not prepared yet; None: estimate them from its files.
+    cards: numbers of cards that time is estimated for.
+    """
     train, phases = config.train, phases_of(config)
     accelerator = build_accelerator(train, phases)
-    store, sources = open_data(config, phases)
+    if has_store(config):
+        (store, sources), assumed = open_data(config, phases), None
+        if given:
+            found = f"{config.data_dir} holds {len(store):,} tokens to train on"
+            print(f"--tokens ignored: the store at {found}")
+    else:
+        assumed = assume_data(config, given)
+        store, sources = assumed.store, build_sources(phases, assumed.store)
+        print(*assumed.lines, sep="\n")
     fingerprint_run(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device)
-    optimizers = build_optimizers(model, train)
-    speed, update_s = try_steps(model, optimizers, sources[0], config, accelerator)
     parts = (model, model.embeddings, model.layers)
     weights, embeddings, encoder = (sum(p.numel() for p in part.parameters()) for part in parts)
-    kept = (values for one in optimizers for values in one.state.values())
-    optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
-    counts = sample_counts(store)[store.vocabulary.ordinary]
+    counts = None if assumed else sample_counts(store)[store.vocabulary.ordinary]
     total, fed, unusual = 0.0, [], []
     for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
         steps, size = phase.end - phase.start, phase.train.global_batch_size
         tokens = len(sample.input_ids) / len(sample.next_sentence_label)  # of a sequence
         operations = count_flops(sample, config.model, len(store.vocabulary))
-        epoch = source.part_size(0) * source.n_parts  # sequences, about
+        epochs, of_what = describe_epochs(source, steps * size, tokens, assumed)
         total += operations / len(sample.next_sentence_label) * steps * size
         fed.append(tokens * phase.train.micro_batch_size)
         rows[f"phase {i}" if len(phases) > 1 else "the run"] = (
-            f"{steps:,} steps of {size:,} sequences, {steps * size / epoch:,.1f} epochs of "
-            f"{epoch:,} sequences, {epoch * tokens:,.0f} tokens; "
+            f"{steps:,} steps of {size:,} sequences, {of_what}; "
             f"{operations / len(sample.input_ids):.3g} FLOPs a token"
         )
-        unusual += warnings(phase, steps * size / epoch, tokens, counts)
+        unusual += warnings(phase, epochs, tokens, counts)
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
+    optimizers = build_optimizers(model, train)
+    speed, update_s = try_steps(model, optimizers, sources[0], config, accelerator)
+    kept = (values for one in optimizers for values in one.state.values())
+    optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
     saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
-    here, card = total / speed + train.max_steps * update_s, total / MFU / PEAK_FLOPS["H100"]
+    here = total / speed + train.max_steps * update_s
+    if assumed and assumed.preparation:
+        rows["preparation"] = describe_preparation(assumed.preparation)
     rows |= {
         "operations": f"{total:.3g} FLOPs",
         "memory of a device": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
@@ -70,12 +96,61 @@ def plan(config: Config) -> None:
         "that are kept and one in work",
         "time here": f"{duration(here)} in one process, tried at {speed / 1e12:.3g} TFLOPS on "
         f"{accelerator.device.type}",
-        "time on one H100": f"{duration(card)} at {MFU:.0%} of its peak",
     }
+    for n in cards:
+        rows[f"time on {n} {CARD}"] = estimate_time(total, phases, n)
     for name, value in rows.items():
         print(f"{name:20}{value}")
     for line in dict.fromkeys(unusual):
         print(f"warning: {line}")
+
+
+def describe_epochs(
+    source: BatchSource, sequences: int, tokens: float, assumed: Assumed | None
+) -> tuple[float, str]:
+    """(epochs that so many sequences are, 0 where nobody knows; what they are, for the table).
+
+    tokens: those of a sequence.
+    """
+    if not assumed:
+        size = source.part_size(0) * source.n_parts  # sequences, about
+        sizes = f"{size:,} sequences, {size * tokens:,.0f} tokens with [CLS] and [SEP]"
+    elif assumed.train_tokens:
+        size = source.part_size(0) * assumed.train_tokens / len(source.store)
+        sizes = f"about {round_off(size)} sequences, {round_off(size * tokens)} tokens with "
+        sizes += "[CLS] and [SEP]"
+    else:
+        return 0, f"{round_off(sequences * tokens)} tokens in all"
+    epochs = sequences / size
+    said = f"{epochs:,.1f}" if epochs >= 0.1 else f"{epochs:.1g}"
+    return epochs, f"{said} epochs of {sizes}"
+
+
+def describe_preparation(work: Preparation) -> str:
+    """What `python -m data_pipeline` takes, for the table."""
+    cores = "1 core" if work.cores == 1 else f"{work.cores} cores"
+    return (
+        f"about {duration(work.seconds)} on {cores} of this machine, estimated; the store "
+        f"{mb(work.store_bytes)}, up to {mb(work.most_bytes)} on disk while it works"
+    )
+
+
+def estimate_time(operations: float, phases: list[Phase], cards: int) -> str:
+    """How long so many operations take on some cards, and the passes of each; or why they cannot
+    divide a step."""
+    try:
+        passes = [
+            count_passes(p.train.global_batch_size, p.train.micro_batch_size, cards) for p in phases
+        ]
+    except UserError as error:
+        return f"impossible: {error}"
+    seconds = operations / MFU / PEAK_FLOPS[CARD] / cards
+    time = "under a minute" if seconds < 60 else f"about {duration(seconds)}"
+    said = ", then ".join(f"{n:,}" for n, _ in groupby(passes))
+    return (
+        f"{time}, estimated at {MFU:.0%} of peak; {said} {'pass' if said == '1' else 'passes'} a "
+        "step"
+    )
 
 
 def mb(size: float) -> str:
@@ -97,22 +172,23 @@ def measure_activations(
     saves of a small and of a larger batch, a quarter more for what the backward pass makes (found
     on a CPU), and the scores of `linear_cross_entropy` with their gradient, which do not grow. With
     gradient checkpointing it is that of one layer, and what goes into each."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
     points, recomputed = [], model.gradient_checkpointing
     model.gradient_checkpointing = False  # its tensors are not seen here
     for count in (1, 4):
-        kept: dict[int, int] = {}
+        kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
-        def keep(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
+        def note(tensor: torch.Tensor, kept=kept) -> None:
             memory = tensor.untyped_storage()
-            kept[memory.data_ptr()] = memory.nbytes()
-            return tensor
+            reference = StorageWeakRef(memory)  # frees the memory, and lets no other have its name
+            if reference.cdata not in own:
+                kept[reference.cdata] = (reference, memory.nbytes())
 
         batch = source.batch(0, count).to(accelerator.device)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), accelerator.autocast():
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None), accelerator.autocast():
             losses, _ = model(batch)
         filled = -(-len(batch.input_ids) // FILL) * FILL
-        points.append((filled, sum(v for k, v in kept.items() if k not in own)))
+        points.append((filled, sum(size for _, size in kept.values())))
         del losses
     (x, low), (y, high) = points
     kept_bytes, layers = low + (high - low) / (y - x) * (tokens - x), len(model.layers)
@@ -164,15 +240,17 @@ def backward(model, batch: Batch, accelerator: Accelerator) -> float:
     return mlm.item()
 
 
-def warnings(phase: Phase, epochs: float, tokens: float, counts: np.ndarray) -> Iterator[str]:
+def warnings(
+    phase: Phase, epochs: float, tokens: float, counts: np.ndarray | None
+) -> Iterator[str]:
     """What someone who has trained many would ask about: `tokens` are those of a sequence, `counts`
-    how often each ordinary piece occurs."""
+    how often each ordinary piece occurs, if that is known."""
     train, data = phase.train, phase.data
     if epochs > 40:
         yield f"each sentence is seen {epochs:.0f} times; more text, or a smaller train.max_steps"
     if (size := tokens * train.global_batch_size) < 2048:
         yield f"{size:,.0f} tokens a step are few; raise train.global_batch_size"
-    if (few := float((counts < 50).mean())) > 0.5:
+    if counts is not None and (few := float((counts < 50).mean())) > 0.5:
         yield f"{few:.0%} of the pieces occur less than 50 times; lower vocab.size"
     if train.warmup_steps > train.max_steps / 5:
         yield f"the warm-up takes {train.warmup_steps / train.max_steps:.0%} of the run"
@@ -187,6 +265,11 @@ def warnings(phase: Phase, epochs: float, tokens: float, counts: np.ndarray) -> 
 def check(config: Config) -> None:
     """Print a pair as the model sees it, and have the model learn a batch by heart; raises
     `UserError` if a parameter has no gradient or the loss stays above `BY_HEART`."""
+    require(
+        has_store(config),
+        f"--check learns from the prepared data, and there is no store at {config.data_dir}; make "
+        "one: python -m data_pipeline CONFIG",
+    )
     phases = phases_of(config)
     accelerator = build_accelerator(config.train, phases)
     (store, (source, *_)), top = open_data(config, phases), phases[0].train.learning_rate
@@ -216,8 +299,18 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--check", action="store_true", help="learn one batch by heart instead")
+    parser.add_argument(
+        "--tokens", type=float, metavar="N", help="of a corpus that is not prepared yet: 3.3e9"
+    )
+    parser.add_argument("--cards", type=int, metavar="N", help=f"{CARD}s to estimate time for")
     args = parser.parse_intermixed_args()
-    (check if args.check else plan)(load_config(Config, args.config, args.overrides))
+    require(args.tokens is None or 1 <= args.tokens < inf, f"--tokens {args.tokens} is below 1")
+    require(args.cards is None or args.cards >= 1, f"--cards {args.cards} is below 1")
+    config = load_config(Config, args.config, args.overrides)
+    if args.check:
+        check(config)
+    else:
+        plan(config, args.tokens, [args.cards] if args.cards else CARDS)
 
 
 if __name__ == "__main__":

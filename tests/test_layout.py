@@ -16,7 +16,8 @@ ORDER = {
         selection sentences words vocab existing_vocab vocab_report token_store encode assemble
         prepare pairs masking batches audit report __main__""".split(),
     "pretrain": """config dropout attention loss model sharding optim fingerprint checkpoint metrics
-        evaluate monitor describe tracking model_card export start train plan __main__""".split(),
+        evaluate monitor describe tracking model_card export start train
+        assumed plan __main__""".split(),
 }
 RANKS = {
     f"{package}.{name}": rank
