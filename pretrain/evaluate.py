@@ -13,8 +13,9 @@ from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
 from data_pipeline.errors import UserError
 from data_pipeline.token_store import TokenStore, Vocabulary
-from pretrain.loss import next_sentence_loss
+from pretrain.metrics import to_metrics
 from pretrain.model import BertForPreTraining
+from pretrain.objectives import ROW
 
 SEED = 20181011  # of held-out pairs and masks, whatever the run's seed: runs can be compared
 SAMPLE = 1 << 25  # tokens of the training split that frequencies are counted in, about
@@ -50,7 +51,6 @@ class HeldOut:
         self.size = min(examples, source.part_size(0))
         starts = range(0, self.size, micro_batch_size)
         bands = frequency_bands(sample_counts(train))
-        self.objective = data.objective
         self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # `token_groups`; is it counted
         rank, ranks = accelerator.process_index, accelerator.num_processes
         for i in range(rank, -(-len(starts) // ranks) * ranks, ranks):  # as many on each rank:
@@ -65,8 +65,8 @@ class HeldOut:
             "eval/unigram_entropy": unigram_entropy(counts),
             "eval/unigram_accuracy": float(counts.max() / counts.sum()),
         }
+        label = source.examples(0, self.size)[0]["label"]
         if data.objective != "none":
-            label = source.examples(0, self.size)[0]["label"]
             self.baselines["eval/nsp_majority"] = float(max(label.mean(), 1 - label.mean()))
             self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.part(0))
 
@@ -136,22 +136,21 @@ def evaluate(
     metrics of MLM by `GROUPS` too, without those that are empty."""
     model.eval()
     device = accelerator.device
-    # columns: how many, sum of losses, right, and for tokens: among the first five
-    mlm = torch.zeros(len(GROUPS), 4, dtype=torch.float64, device=device)
-    nsp = torch.zeros(1, 4, dtype=torch.float64, device=device)
+    # columns: how many, sum of losses, right, among the first five
+    tokens = torch.zeros(len(GROUPS), 4, dtype=torch.float64, device=device)
+    others = torch.zeros(len(model.objectives) - 1, ROW, dtype=torch.float64, device=device)
     bf16 = accelerator.mixed_precision == "bf16"
     for batch, groups, is_counted in held_out.batches:
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            losses, ranks, logits = model.score(batch)
-        tokens = torch.stack([torch.ones_like(losses), losses, ranks == 0, ranks < 5], 1)
+            losses, ranks, rows = model.score(batch)
         if not is_counted:
             continue
-        mlm += groups.to(device).double() @ tokens.double()
-        loss, right = next_sentence_loss(logits, batch.next_sentence_label)
-        nsp += torch.stack([torch.tensor(len(logits), device=device), loss, right, right])
+        scores = torch.stack([torch.ones_like(losses), losses, ranks == 0, ranks < 5], 1)
+        tokens += groups.to(device).double() @ scores.double()
+        others += rows
     model.train()
-    *tokens, (pairs, nsp_loss, nsp_right, _) = accelerator.reduce(torch.cat([mlm, nsp])).tolist()
+    tokens, others = accelerator.reduce(tokens).tolist(), accelerator.reduce(others)
     metrics = {}
     for name, (count, loss, right, _) in zip(GROUPS, tokens, strict=True):
         if count or not name:
@@ -159,7 +158,11 @@ def evaluate(
             metrics |= {f"mlm_loss{name}": loss / count, f"mlm_accuracy{name}": right / count}
     metrics["mlm_perplexity"] = math.exp(min(metrics["mlm_loss"], 700))
     metrics["mlm_top5"] = tokens[0][3] / max(tokens[0][0], 1)
-    if held_out.objective != "none":
-        metrics |= {"nsp_loss": nsp_loss / pairs, "nsp_accuracy": nsp_right / pairs}
-    metrics["loss"] = metrics["mlm_loss"] + metrics.get("nsp_loss", 0.0)
+    mlm, *_ = model.objectives
+    metrics["loss"] = mlm.weight * metrics["mlm_loss"]
+    if len(others):
+        found = to_metrics(others, "eval", model.objectives[1:])
+        metrics |= {name.removeprefix("eval/"): value for name, value in found.items()} | {
+            "loss": metrics["loss"] + found["eval/loss"]
+        }
     return {f"eval/{name}": value for name, value in metrics.items()} | held_out.baselines

@@ -16,28 +16,20 @@ from pretrain.config import ModelConfig
 
 # dense bf16 operations a second, from NVIDIA's data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-TALLY = 6  # MLM loss, NSP loss, MLM right, NSP right, masked tokens, pairs
 
 
-def tally(losses: Tensor, right: Tensor, batch: Batch) -> Tensor:
-    """The sums of a batch, from what the model says of it, to be added to those of others: float64
-    (TALLY,)."""
-    counts = losses.new_tensor([len(batch.masked_labels), len(batch.next_sentence_label)])
-    return torch.cat([t.detach().double() for t in (losses, right, counts)])
+def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]:
+    """Mean losses (nats) and accuracies from the summed rows of the objectives, (objectives, ROW).
 
-
-def to_metrics(sums: Tensor, prefix: str, objective: str) -> dict[str, float]:
-    """Mean losses (nats) and accuracies from a tally; without NSP's for objective "none". Of no
-    pairs at all they are no numbers."""
-    mlm, nsp, mlm_right, nsp_right, masked, pairs = sums.tolist()
-    masked = max(masked, 1)
-    if not pairs:  # every step was skipped
-        masked = pairs = math.nan
-    metrics = {"mlm_loss": mlm / masked, "mlm_accuracy": mlm_right / masked}
-    if objective != "none":
-        metrics |= {"nsp_loss": nsp / pairs, "nsp_accuracy": nsp_right / pairs}
-    metrics["loss"] = mlm / masked + metrics.get("nsp_loss", 0.0)
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+    Means over no masked tokens are 0; where nothing was asked at all they are NaN.
+    """
+    metrics, total = {}, 0.0
+    nothing = not sums[:, -1].any()  # every step was skipped
+    for one, (loss, right, count) in zip(objectives, sums.tolist(), strict=True):
+        count = math.nan if nothing else max(count, 1)
+        metrics |= {f"{one.name}_loss": loss / count, f"{one.name}_accuracy": right / count}
+        total += one.weight * loss / count
+    return {f"{prefix}/{name}": value for name, value in (metrics | {"loss": total}).items()}
 
 
 def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:

@@ -18,7 +18,8 @@ from data_pipeline.batches import Batch
 from pretrain.attention import attend
 from pretrain.config import ModelConfig
 from pretrain.dropout import Dropout
-from pretrain.loss import linear_cross_entropy, next_sentence_loss, score_labels
+from pretrain.loss import score_labels
+from pretrain.objectives import ROW, objectives_of
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -100,9 +101,12 @@ class MaskedLMHead(nn.Module):
 class BertForPreTraining(nn.Module):
     """BERT with both heads. Of the NSP logits, 0 says that B follows A and 1 that it is random."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, objectives: tuple = objectives_of("nsp")
+    ):
         super().__init__()
         size = config.hidden_size
+        self.objectives = objectives
         self.embeddings = Embeddings(config, vocab_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.pooler = nn.Linear(size, size)
@@ -139,32 +143,29 @@ class BertForPreTraining(nn.Module):
                 x = layer(x, batch)
         return x[:tokens]
 
-    def heads(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(what the decoder scores (M, D), NSP logits (B, 2))."""
-        x = self.encode(batch)
-        pooled = torch.tanh(
-            self.pooler(x.index_select(0, batch.cu_seqlens[:-1]))
-        )  # (B, D), of each [CLS]
-        return self.mlm(x.index_select(0, batch.masked_positions)), self.nsp(pooled)
+    def pair_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Scores of both labels of each pair, from the state of its [CLS]: (B, 2)."""
+        pooled = self.pooler(hidden.index_select(0, batch.cu_seqlens[:-1]))  # (B, D)
+        return self.nsp(torch.tanh(pooled))
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(losses float (2,), right int64 (2,)), MLM and NSP: cross-entropies summed, in nats, and
-        how many masked tokens and pairs are told right."""
-        x, nsp_logits = self.heads(batch)
-        weight, bias = self.embeddings.word.weight, self.mlm.bias
-        mlm = linear_cross_entropy(x, weight, bias, batch.masked_labels)
-        nsp = next_sentence_loss(nsp_logits, batch.next_sentence_label)
-        return torch.stack([mlm[0], nsp[0]]), torch.stack([mlm[1], nsp[1]])
+    def forward(self, batch: Batch) -> Tensor:
+        """The row of sums of each objective (see `objectives`): float32 (objectives, ROW)."""
+        hidden = self.encode(batch)
+        return torch.stack([one.measure(self, hidden, batch) for one in self.objectives])
 
     @torch.no_grad()
     def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(losses float32 (M,) in nats, ranks int64 (M,), NSP logits (B, 2)): what to evaluate. The
-        rank of a label is the number of tokens that score higher."""
-        x, nsp_logits = self.heads(batch)
-        weight, bias = self.embeddings.word.weight, self.mlm.bias
-        return *score_labels(x, weight, bias, batch.masked_labels), nsp_logits
+        """What to evaluate: (losses float32 (M,) in nats, ranks int64 (M,), rows of the objectives
+        but MLM). The rank of a label is the number of tokens that score higher."""
+        hidden = self.encode(batch)
+        x = self.mlm(hidden.index_select(0, batch.masked_positions))  # (M, D)
+        scores = score_labels(x, self.embeddings.word.weight, self.mlm.bias, batch.masked_labels)
+        rows = [one.measure(self, hidden, batch) for one in self.objectives[1:]]
+        return *scores, torch.stack(rows) if rows else hidden.new_zeros(0, ROW)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(MLM logits (M, V), NSP logits (B, 2))."""
-        x, nsp_logits = self.heads(batch)
-        return F.linear(x, self.embeddings.word.weight, self.mlm.bias), nsp_logits
+        hidden = self.encode(batch)
+        x = self.mlm(hidden.index_select(0, batch.masked_positions))
+        mlm = F.linear(x, self.embeddings.word.weight, self.mlm.bias)
+        return mlm, self.pair_logits(hidden, batch)

@@ -186,10 +186,10 @@ def measure_activations(
 
         batch = source.batch(0, count).to(accelerator.device)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None), accelerator.autocast():
-            losses, _ = model(batch)
+            rows = model(batch)
         filled = -(-len(batch.input_ids) // FILL) * FILL
         points.append((filled, sum(size for _, size in kept.values())))
-        del losses
+        del rows
     (x, low), (y, high) = points
     kept_bytes, layers = low + (high - low) / (y - x) * (tokens - x), len(model.layers)
     if recomputed:
@@ -234,10 +234,9 @@ def now(accelerator: Accelerator) -> float:
 def backward(model, batch: Batch, accelerator: Accelerator) -> float:
     """Add the gradients of a batch; its mean MLM loss, in nats."""
     with accelerator.autocast():
-        losses, _ = model(batch)
-    mlm, nsp = losses / max(len(batch.masked_labels), 1)  # NSP weighs less: this is a trial
-    (mlm + nsp if model.nsp.weight.requires_grad else mlm).backward()
-    return mlm.item()
+        losses = model(batch)[:, 0] / max(len(batch.masked_labels), 1)  # pairs weigh less here
+    losses.sum().backward()
+    return losses[0].item()
 
 
 def warnings(

@@ -34,8 +34,8 @@ from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import Config, Phase, TrainConfig
 from pretrain.evaluate import HeldOut
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
-from pretrain.metrics import TALLY
 from pretrain.model import BertForPreTraining
+from pretrain.objectives import objectives_of
 
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png", "checkpoints")
 RUN_FILES += ("export", "vocab")
@@ -158,7 +158,8 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
 def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
     """The model as a run starts with it; without pairs to judge, the NSP head does not train."""
     torch.manual_seed(config.seed)
-    model = BertForPreTraining(config.model, vocab_size)
+    objectives = objectives_of(config.data.objective)
+    model = BertForPreTraining(config.model, vocab_size, objectives)
     model.gradient_checkpointing = config.train.gradient_checkpointing
     if config.data.objective == "none":
         model.pooler.requires_grad_(False)
@@ -221,7 +222,7 @@ def load_resume_state(
     """
     found = [newest_checkpoint(run_dir / "checkpoints") if accelerator.is_main_process else None]
     broadcast_object_list(found)
-    state = {"step": 0, "window": [0.0] * TALLY, "evaluation": {}, "part_sizes": []}
+    state = {"step": 0, "running_sums": [], "evaluation": {}, "part_sizes": []}
     if found[0] is not None:
         state = read_state(found[0])
         saved = read_fingerprint(state)

@@ -29,8 +29,9 @@ from pretrain.describe import (
 )
 from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import check_export_folder, export_checkpoint
-from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, tally, to_metrics
+from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, to_metrics
 from pretrain.monitor import Monitor
+from pretrain.objectives import ROW
 from pretrain.optim import build_optimizers, learning_rate
 from pretrain.sharding import clip_gradients, no_sync, wrap_model
 from pretrain.start import (
@@ -98,7 +99,8 @@ def train(config: Config) -> None:
         ([batch.to(device) for batch in micro_batches], sum(map(flops, micro_batches)))
         for micro_batches in read_steps(phases, sources, state["step"], rank, world_size)
     )
-    window = torch.tensor(state["window"], dtype=torch.float64, device=device)
+    running = torch.tensor(read_sums(state, bare.objectives), dtype=torch.float64, device=device)
+    weights = torch.tensor([one.weight for one in bare.objectives], device=device)
     clock = Clock(world_size, peak_flops(device))
     left = TimeLeft(phases, state["step"])
     bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
@@ -108,25 +110,23 @@ def train(config: Config) -> None:
     model.train()
     for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):
         phase = phase_at(phases, step)
-        masked = count_masked(micro_batches, accelerator)
-        sums = torch.zeros_like(window)
+        counts = count_asked(bare.objectives, micro_batches, accelerator)
+        sums = torch.zeros_like(running)
         for i, batch in enumerate(micro_batches):
             torch.manual_seed(dropout_seed(config.seed, step, rank * len(micro_batches) + i))
             last = i == len(micro_batches) - 1
             with nullcontext() if last else no_sync(model, accelerator):
-                losses, right = model(batch)
+                rows = model(batch)
                 # by the counts of the whole step: however it is divided, it has one gradient
-                loss = losses[0] / masked
-                if config.data.objective != "none":
-                    loss = loss + losses[1] / phase.train.global_batch_size
+                loss = (weights * rows[:, 0] / counts).sum()
                 accelerator.backward(loss * world_size)  # DDP averages over processes
-            sums += tally(losses, right, batch)
+            sums += rows.detach()
         grad_norm = clip_gradients(bare.parameters(), settings.max_grad_norm or math.inf).item()
         rate = learning_rate(step - phase.schedule_start, phase.train)
         sums = accelerator.reduce(sums)
         if monitor.is_sound(step, grad_norm):  # the same on all ranks, as the gradient is
             update(optimizers, rate)
-            window += sums
+            running += sums
         zero_gradients(optimizers)
 
         # once in a while
@@ -134,18 +134,18 @@ def train(config: Config) -> None:
         bar.update()
         if monitor.is_lost():
             bar.close()
-            why = monitor.give_up(run_dir, step, phases, sums[:2].tolist()) if main else ""
+            why = monitor.give_up(run_dir, step, phases, sums[:, 0].tolist()) if main else ""
             stop_all(why, accelerator)
         if done % settings.log_every == 0 or ended:
-            metrics = to_metrics(window, "train", config.data.objective) | clock.speed()
+            metrics = to_metrics(running, "train", bare.objectives) | clock.speed()
             metrics |= {"train/learning_rate": rate, "train/grad_norm": grad_norm}
             if compiled:
                 metrics["perf/compiled_graphs"] = compiled_graphs()
-            metrics |= monitor.judge(done, metrics, window[-1].item())
-            window.zero_()
+            metrics |= monitor.judge(done, metrics, running[-1, -1].item())
+            running.zero_()
             if main:
                 tracker.log(done, metrics)
-                bar.set_postfix_str(say_progress(metrics, left.seconds(done)))
+                bar.set_postfix_str(say_progress(metrics, left.seconds(done)), refresh=False)
         if held_out and (done % settings.eval_every == 0 or ended):
             with clock.paused():
                 state["evaluation"] = evaluate(bare, held_out, accelerator)
@@ -154,7 +154,7 @@ def train(config: Config) -> None:
                 bar.write(f"step {done:,}: {say_evaluation(state['evaluation'])}")
         if done % settings.save_every == 0 or ended:
             sizes = [source.part_sizes for source in sources]
-            state |= {"step": done, "window": window.tolist(), "part_sizes": sizes}
+            state |= {"step": done, "running_sums": running.tolist(), "part_sizes": sizes}
             state["monitor"] = monitor.state
             with clock.paused():
                 folder, keep = run_dir / "checkpoints", settings.keep_checkpoints
@@ -195,10 +195,22 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     return int(draws(key(seed, step, Stream.DROPOUT), np.array([micro_batch]))[0] >> np.uint64(1))
 
 
-def count_masked(micro_batches: list[Batch], accelerator: Accelerator) -> torch.Tensor:
-    """Masked tokens of the whole step, over all micro-batches and processes; at least 1."""
-    masked = sum(len(batch.masked_labels) for batch in micro_batches)
-    return accelerator.reduce(torch.tensor(masked, device=accelerator.device)).clamp(min=1)
+def count_asked(
+    objectives: tuple, micro_batches: list[Batch], accelerator: Accelerator
+) -> torch.Tensor:
+    """How many tokens, pairs, ... each objective asks of in the whole step, over all micro-batches
+    and processes, at least 1: int64 (objectives,)."""
+    counts = [sum(one.count(batch) for batch in micro_batches) for one in objectives]
+    return accelerator.reduce(torch.tensor(counts, device=accelerator.device)).clamp(min=1)
+
+
+def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
+    """The sums since the last log line, (objectives, ROW); a state of schema 1 had them of two
+    objectives, by column."""
+    if "window" in state:
+        both = state.pop("window")
+        return [both[i::2] for i in range(len(objectives))]
+    return state["running_sums"] or [[0.0] * ROW for _ in objectives]
 
 
 def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:

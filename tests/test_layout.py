@@ -15,9 +15,9 @@ ORDER = {
     "data_pipeline": """errors folders config hashing processes python_docs files corpus identity
         selection sentences words vocab existing_vocab vocab_report token_store encode assemble
         prepare pairs masking batches audit report __main__""".split(),
-    "pretrain": """config dropout attention loss model sharding optim fingerprint checkpoint metrics
-        evaluate monitor describe tracking model_card export start train
-        assumed plan __main__""".split(),
+    "pretrain": """config dropout attention loss objectives model sharding optim fingerprint
+        checkpoint metrics evaluate monitor describe tracking model_card export start train assumed
+        plan __main__""".split(),
 }
 RANKS = {
     f"{package}.{name}": rank

@@ -36,10 +36,10 @@ def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
     forward = BertForPreTraining.forward
 
     def planted(self, batch):
-        losses, right = forward(self, batch)
+        rows = forward(self, batch)
         if any(torch.equal(batch.input_ids, ids) for ids in bad):
-            losses = losses * math.nan
-        return losses, right
+            rows = rows * torch.tensor([math.nan, 1, 1])
+        return rows
 
     monkeypatch.setattr(BertForPreTraining, "forward", planted)
 

@@ -10,8 +10,9 @@ from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
 from pretrain.attention import lay_out
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.metrics import TALLY, Clock, count_flops, tally, to_metrics
+from pretrain.metrics import Clock, count_flops, to_metrics
 from pretrain.model import BertForPreTraining
+from pretrain.objectives import ROW, MaskedLM, SentencePairs, objectives_of
 from pretrain.optim import build_optimizers, learning_rate
 
 TINY = ModelConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -259,31 +260,30 @@ def plain_sums(scores, labels) -> tuple[float, int]:
     return loss, right
 
 
-def test_tallies_of_several_batches_add_up_to_means_over_tokens_and_pairs(store) -> None:
+def test_rows_of_several_batches_add_up_to_means_over_tokens_and_pairs(store) -> None:
     torch.manual_seed(0)
     config = ModelConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64
     )
     model = BertForPreTraining(replace(config, initializer_range=0.3), len(store.vocabulary)).eval()
     source = BatchSource(store, PairsConfig(max_seq_length=64), seed=0)
-    sums, wanted = torch.zeros(TALLY, dtype=torch.float64), [0.0] * TALLY
+    sums, wanted = torch.zeros(2, ROW, dtype=torch.float64), [[0.0] * ROW for _ in "ab"]
     for start, count in ((0, 6), (6, 4)):
         batch = source.batch(start, count)
         mlm, nsp = model.logits(batch)
         for i in range(0, len(mlm), 3):  # every third is right
             batch.masked_labels[i] = mlm[i].argmax()
-        sums += tally(*model(batch), batch)
+        sums += model(batch).detach()
         for i, (scores, labels) in enumerate(
             ((mlm, batch.masked_labels), (nsp, batch.next_sentence_label))
         ):
-            loss, right = plain_sums(scores, labels)
-            for place, value in ((i, loss), (i + 2, right), (i + 4, len(labels))):
-                wanted[place] += value
-    assert sums.dtype == torch.float64
-    assert sums.tolist() == pytest.approx(wanted, rel=1e-5)
-    mlm, nsp, mlm_right, nsp_right, masked, pairs = wanted
+            found = (*plain_sums(scores, labels), len(labels))
+            wanted[i] = [a + b for a, b in zip(wanted[i], found, strict=True)]
+    for found, expected in zip(sums.tolist(), wanted, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    (mlm, mlm_right, masked), (nsp, nsp_right, pairs) = wanted
     assert pairs == 10 and 0 < mlm_right < masked
-    assert to_metrics(sums, "eval", "nsp") == pytest.approx(
+    assert to_metrics(sums, "eval", objectives_of("nsp")) == pytest.approx(
         {
             "eval/mlm_loss": mlm / masked,
             "eval/mlm_accuracy": mlm_right / masked,
@@ -296,23 +296,32 @@ def test_tallies_of_several_batches_add_up_to_means_over_tokens_and_pairs(store)
 
 
 def test_without_pairs_to_judge_there_are_no_nsp_metrics() -> None:
-    sums = torch.tensor([6.0, 5.0, 2.0, 1.0, 3.0, 2.0], dtype=torch.float64)
-    assert to_metrics(sums, "train", "none") == pytest.approx(
+    sums = torch.tensor([[6.0, 2.0, 3.0]], dtype=torch.float64)
+    assert to_metrics(sums, "train", objectives_of("none")) == pytest.approx(
         {"train/mlm_loss": 2.0, "train/mlm_accuracy": 2 / 3, "train/loss": 2.0}
     )
 
 
 def test_without_masked_tokens_the_metrics_are_zero_and_not_nan() -> None:
-    sums = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 2.0], dtype=torch.float64)
-    metrics = to_metrics(sums, "train", "nsp")
+    sums = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 2.0]], dtype=torch.float64)
+    metrics = to_metrics(sums, "train", objectives_of("nsp"))
     assert metrics["train/mlm_loss"] == metrics["train/mlm_accuracy"] == 0
     assert metrics["train/loss"] == 0.5
+    nothing = to_metrics(torch.zeros(2, ROW), "train", objectives_of("nsp"))
+    assert all(math.isnan(value) for value in nothing.values())
 
 
-def test_a_tally_keeps_no_graph() -> None:
-    losses, right = torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.int64)
-    one = torch.ones(1, dtype=torch.int64)
-    assert not tally(losses, right, Batch(one, one, one, one, one, one, one, one, 1)).requires_grad
+def test_an_objective_counts_by_its_weight() -> None:
+    heavy = (MaskedLM(), SentencePairs(weight=3.0))
+    sums = torch.tensor([[6.0, 2.0, 3.0], [1.0, 1.0, 2.0]], dtype=torch.float64)
+    assert to_metrics(sums, "train", heavy)["train/loss"] == 2.0 + 3 * 0.5
+
+
+def test_only_losses_have_a_gradient(store) -> None:
+    model = BertForPreTraining(TINY, len(store.vocabulary))
+    rows = model(BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 4))
+    (gradient,) = torch.autograd.grad(rows[:, 1:].sum(), model.mlm.bias, allow_unused=True)
+    assert gradient is None or not gradient.any()
 
 
 # -------------------------------------------------------------------------------------- speed
@@ -329,8 +338,7 @@ def test_counted_operations_are_those_of_a_step_without_any_padding(store, monke
     model = BertForPreTraining(config, len(store.vocabulary))
     batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 6)
     with FlopCounterMode(display=False) as counter:
-        losses, _ = model(batch)
-        losses.sum().backward()
+        model(batch)[:, 0].sum().backward()
     assert count_flops(batch, config, len(store.vocabulary)) == counter.get_total_flops()
 
 

@@ -136,7 +136,7 @@ def test_gradient_checkpointing_gives_the_same_bits_and_keeps_no_insides_of_laye
     found = []
     for model.gradient_checkpointing in (False, True):
         torch.manual_seed(0)
-        losses, _ = model(batch)
+        losses = model(batch)[:, 0]
         alive = sum(ref() is not None for ref in kept)
         losses.sum().backward()
         found.append((losses.detach(), [p.grad for p in model.parameters()], alive, len(kept)))
