@@ -10,10 +10,10 @@ import socket
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +23,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from omegaconf import OmegaConf
 
 from data_pipeline.batches import BatchSource, count_passes
 from data_pipeline.config import check
@@ -30,15 +31,92 @@ from data_pipeline.errors import UserError
 from data_pipeline.folders import claim_folder, install_files, write_file
 from data_pipeline.processes import die_with_parent
 from data_pipeline.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
-from pretrain.checkpoint import newest_checkpoint, read_state
-from pretrain.config import Config, Phase, TrainConfig
+from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, read_state
+from pretrain.config import Config, Phase, TrainConfig, phases_of
+from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut
+from pretrain.export import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.model import BertForPreTraining
 from pretrain.objectives import objectives_of
+from pretrain.optim import build_optimizers
+from pretrain.sharding import wrap_model
 
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png", "checkpoints")
 RUN_FILES += ("export", "vocab")
+
+
+@dataclass
+class Run:
+    """All that training needs, as it stands before the first step."""
+
+    config: Config
+    phases: list[Phase]
+    accelerator: Accelerator
+    store: TokenStore
+    sources: list[BatchSource]  # of each phase
+    held_out: HeldOut | None
+    bare: BertForPreTraining
+    model: torch.nn.Module  # `bare`, wrapped for many processes
+    compiled: bool
+    optimizers: list[torch.optim.Optimizer]
+    state: dict  # what a checkpoint keeps beside the tensors
+    lock: TextIO
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.accelerator.is_main_process
+
+
+def set_up(config: Config) -> Run:
+    """Make a run ready: processes, data, the checkpoint to go on from, model and optimizers.
+
+    Raises `UserError` for what the user can put right, before anything is written.
+    """
+    settings, run_dir = config.train, Path(config.run_dir)
+    phases = phases_of(config)
+    accelerator = build_accelerator(settings, phases)
+    if accelerator.is_main_process:
+        check_export_folder(run_dir / "export")
+
+    # data
+    store, sources = open_data(config, phases)
+    held_out = build_held_out(config, store, accelerator)
+    fingerprint = fingerprint_run(config, store, accelerator)
+    shake_hands(config, fingerprint, accelerator)
+    lock = lock_run(run_dir, accelerator)
+    checkpoint, state = load_resume_state(
+        run_dir, fingerprint, settings.micro_batch_size, settings.extend, accelerator
+    )
+    for source, sizes in zip(sources, state["part_sizes"], strict=False):  # none in a new run
+        source.part_sizes = sizes
+
+    # model and optimizers
+    bare = build_model(config, len(store.vocabulary))
+    if checkpoint:
+        load_model(checkpoint, bare)
+    compiled = settings.compile
+    if compiled is None:
+        compiled = accelerator.device.type == "cuda"
+    if compiled:
+        bare.compile_layers()
+    model = wrap_model(bare, accelerator)
+    optimizers = build_optimizers(bare, settings)
+    if checkpoint:
+        load_optimizers(checkpoint, bare, optimizers)
+    if accelerator.is_main_process:
+        OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
+        keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
+        describe_start(config, bare, phases, sources, state["step"], accelerator)
+    return Run(
+        config, phases, accelerator, store, sources, held_out, bare, model, compiled, optimizers,
+        state, lock,
+    )  # fmt: skip
 
 
 def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:

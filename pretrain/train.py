@@ -8,44 +8,26 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from omegaconf import OmegaConf
 
 from data_pipeline.batches import Batch, BatchSource, prefetch
 from data_pipeline.hashing import Stream, draws, key
 from data_pipeline.processes import progress_bar
-from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, save_checkpoint
-from pretrain.config import Config, Phase, phase_at, phases_of
-from pretrain.describe import (
-    TimeLeft,
-    describe_end,
-    describe_start,
-    say_evaluation,
-    say_progress,
-)
+from pretrain.checkpoint import newest_checkpoint, save_checkpoint
+from pretrain.config import Config, Phase, phase_at
+from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
 from pretrain.evaluate import evaluate, sample_counts
-from pretrain.export import check_export_folder, export_checkpoint
+from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, to_metrics
 from pretrain.monitor import Monitor
 from pretrain.objectives import ROW
-from pretrain.optim import build_optimizers, learning_rate
-from pretrain.sharding import clip_gradients, no_sync, wrap_model
-from pretrain.start import (
-    build_accelerator,
-    build_held_out,
-    build_model,
-    fingerprint_run,
-    keep_in_run,
-    load_resume_state,
-    lock_run,
-    open_data,
-    shake_hands,
-    stop_all,
-)
+from pretrain.optim import learning_rate
+from pretrain.sharding import clip_gradients, no_sync
+from pretrain.start import Run, set_up, stop_all
 from pretrain.tracking import Tracker, draw_curves
 
 
@@ -54,127 +36,136 @@ def train(config: Config) -> None:
 
     Raises `UserError` for what the user can put right, before anything is written.
     """
-    settings, run_dir = config.train, Path(config.run_dir)
-    phases = phases_of(config)
-    accelerator = build_accelerator(settings, phases)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    device, main = accelerator.device, accelerator.is_main_process
-    if main:
-        check_export_folder(run_dir / "export")
-
-    # data
-    store, sources = open_data(config, phases)
-    vocabulary = store.vocabulary
-    held_out = build_held_out(config, store, accelerator)
-    fingerprint = fingerprint_run(config, store, accelerator)
-    shake_hands(config, fingerprint, accelerator)
-    lock = lock_run(run_dir, accelerator)
-    checkpoint, state = load_resume_state(
-        run_dir, fingerprint, settings.micro_batch_size, settings.extend, accelerator
-    )
-    for source, sizes in zip(sources, state["part_sizes"], strict=False):  # none in a new run
-        source.part_sizes = sizes
-
-    # model and optimizers
-    bare = build_model(config, len(vocabulary))
-    if checkpoint:
-        load_model(checkpoint, bare)
-    compiled = device.type == "cuda" if settings.compile is None else settings.compile
-    if compiled:
-        bare.compile_layers()
-    model = wrap_model(bare, accelerator)
-    optimizers = build_optimizers(bare, settings)
-    if checkpoint:
-        load_optimizers(checkpoint, bare, optimizers)
-    if main:
-        OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
-        keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
-        tracker = Tracker(run_dir, state["step"], config.tracking.wandb, asdict(config))
-        describe_start(config, bare, phases, sources, state["step"], accelerator)
-
-    # training loop
-    steps = range(state["step"], settings.max_steps)
-    flops = partial(count_flops, model=config.model, vocab_size=len(vocabulary))
-    batches = prefetch(
-        ([batch.to(device) for batch in micro_batches], sum(map(flops, micro_batches)))
-        for micro_batches in read_steps(phases, sources, state["step"], rank, world_size)
-    )
-    running = torch.tensor(read_sums(state, bare.objectives), dtype=torch.float64, device=device)
-    weights = torch.tensor([one.weight for one in bare.objectives], device=device)
-    clock = Clock(world_size, peak_flops(device))
-    left = TimeLeft(phases, state["step"])
-    bar = progress_bar("training", settings.max_steps, "step", state["step"], disable=not main)
-    say = bar.write if main else lambda line: None
-    counts = sample_counts(store)
-    monitor = Monitor(phases[0].train, counts, vocabulary["[UNK]"], state.get("monitor", {}), say)
-    model.train()
-    for step, micro_batches in zip(steps, clock.waiting(batches), strict=True):
-        phase = phase_at(phases, step)
-        counts = count_asked(bare.objectives, micro_batches, accelerator)
-        sums = torch.zeros_like(running)
+    run = set_up(config)
+    record = Record(run)
+    settings, accelerator = config.train, run.accelerator
+    weights = torch.tensor([one.weight for one in run.bare.objectives], device=accelerator.device)
+    run.model.train()
+    steps = range(run.state["step"], settings.max_steps)
+    for step, micro_batches in zip(steps, record.clock.waiting(read_ahead(run)), strict=True):
+        phase = phase_at(run.phases, step)
+        counts = count_asked(run.bare.objectives, micro_batches, accelerator)
+        sums = torch.zeros_like(record.sums)
         for i, batch in enumerate(micro_batches):
-            torch.manual_seed(dropout_seed(config.seed, step, rank * len(micro_batches) + i))
+            number = accelerator.process_index * len(micro_batches) + i
+            torch.manual_seed(dropout_seed(config.seed, step, number))
             last = i == len(micro_batches) - 1
-            with nullcontext() if last else no_sync(model, accelerator):
-                rows = model(batch)
+            with nullcontext() if last else no_sync(run.model, accelerator):
+                rows = run.model(batch)
                 # by the counts of the whole step: however it is divided, it has one gradient
                 loss = (weights * rows[:, 0] / counts).sum()
-                accelerator.backward(loss * world_size)  # DDP averages over processes
+                accelerator.backward(loss * accelerator.num_processes)  # DDP averages over them
             sums += rows.detach()
-        grad_norm = clip_gradients(bare.parameters(), settings.max_grad_norm or math.inf).item()
+        grad_norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf).item()
         rate = learning_rate(step - phase.schedule_start, phase.train)
         sums = accelerator.reduce(sums)
-        if monitor.is_sound(step, grad_norm):  # the same on all ranks, as the gradient is
-            update(optimizers, rate)
-            running += sums
-        zero_gradients(optimizers)
+        if record.monitor.is_sound(step, grad_norm):  # the same on all ranks, as the gradient is
+            update(run.optimizers, rate)
+            record.sums += sums
+        zero_gradients(run.optimizers)
 
         # once in a while
         done, ended = step + 1, step + 1 == settings.max_steps
-        bar.update()
-        if monitor.is_lost():
-            bar.close()
-            why = monitor.give_up(run_dir, step, phases, sums[:, 0].tolist()) if main else ""
-            stop_all(why, accelerator)
+        record.bar.update()
+        if record.monitor.is_lost():
+            give_up(run, record, step, sums)
         if done % settings.log_every == 0 or ended:
-            metrics = to_metrics(running, "train", bare.objectives) | clock.speed()
-            metrics |= {"train/learning_rate": rate, "train/grad_norm": grad_norm}
-            if compiled:
-                metrics["perf/compiled_graphs"] = compiled_graphs()
-            metrics |= monitor.judge(done, metrics, running[-1, -1].item())
-            running.zero_()
-            if main:
-                tracker.log(done, metrics)
-                bar.set_postfix_str(say_progress(metrics, left.seconds(done)), refresh=False)
-        if held_out and (done % settings.eval_every == 0 or ended):
-            with clock.paused():
-                state["evaluation"] = evaluate(bare, held_out, accelerator)
-            if main:
-                tracker.log(done, state["evaluation"])
-                bar.write(f"step {done:,}: {say_evaluation(state['evaluation'])}")
+            record.log(run, done, {"train/learning_rate": rate, "train/grad_norm": grad_norm})
+        if run.held_out and (done % settings.eval_every == 0 or ended):
+            evaluate_run(run, record, done)
         if done % settings.save_every == 0 or ended:
-            sizes = [source.part_sizes for source in sources]
-            state |= {"step": done, "running_sums": running.tolist(), "part_sizes": sizes}
-            state["monitor"] = monitor.state
-            with clock.paused():
-                folder, keep = run_dir / "checkpoints", settings.keep_checkpoints
-                save_checkpoint(folder, bare, optimizers, state, keep, writes=main)
-                accelerator.wait_for_everyone()
-    bar.close()
+            save_run(run, record, done)
+    finish(run, record)
 
-    # export
-    if main:
-        tracker.close()
+
+class Record:
+    """What is kept of a run beside its weights: sums for the log, speed, health, the bar."""
+
+    def __init__(self, run: Run):
+        settings, state, device = run.config.train, run.state, run.accelerator.device
+        sums = read_sums(state, run.bare.objectives)
+        self.sums = torch.tensor(sums, dtype=torch.float64, device=device)  # (objectives, ROW)
+        self.clock = Clock(run.accelerator.num_processes, peak_flops(device))
+        self.left = TimeLeft(run.phases, state["step"])
+        self.bar = progress_bar(
+            "training", settings.max_steps, "step", state["step"], disable=not run.main
+        )
+        self.say = self.bar.write if run.main else lambda line: None
+        counts, unknown = sample_counts(run.store), run.store.vocabulary["[UNK]"]
+        kept = state.get("monitor", {})
+        self.monitor = Monitor(run.phases[0].train, counts, unknown, kept, self.say)
+        if run.main:
+            project = run.config.tracking.wandb
+            self.tracker = Tracker(run.run_dir, state["step"], project, asdict(run.config))
+
+    def log(self, run: Run, done: int, others: dict[str, float]) -> None:
+        """Record the means since the last log line, and begin new ones."""
+        metrics = to_metrics(self.sums, "train", run.bare.objectives) | self.clock.speed() | others
+        if run.compiled:
+            metrics["perf/compiled_graphs"] = compiled_graphs()
+        metrics |= self.monitor.judge(done, metrics, self.sums[-1, -1].item())
+        self.sums.zero_()
+        if run.main:
+            self.tracker.log(done, metrics)
+            self.bar.set_postfix_str(say_progress(metrics, self.left.seconds(done)), refresh=False)
+
+
+def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
+    """The micro-batches of each step that is left, on the device, with their operations."""
+    accelerator = run.accelerator
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    flops = partial(count_flops, model=run.config.model, vocab_size=len(run.store.vocabulary))
+    return prefetch(
+        ([batch.to(accelerator.device) for batch in batches], sum(map(flops, batches)))
+        for batches in read_steps(run.phases, run.sources, run.state["step"], rank, world_size)
+    )
+
+
+def give_up(run: Run, record: Record, step: int, sums: torch.Tensor) -> NoReturn:
+    """End a run whose gradients are not finite any more."""
+    record.bar.close()
+    losses = sums[:, 0].tolist()
+    why = record.monitor.give_up(run.run_dir, step, run.phases, losses) if run.main else ""
+    stop_all(why, run.accelerator)
+
+
+def evaluate_run(run: Run, record: Record, done: int) -> None:
+    """Measure the model on the held-out pairs, and keep the result for checkpoint and export."""
+    with record.clock.paused():
+        run.state["evaluation"] = evaluate(run.bare, run.held_out, run.accelerator)
+    if run.main:
+        record.tracker.log(done, run.state["evaluation"])
+        record.say(f"step {done:,}: {say_evaluation(run.state['evaluation'])}")
+
+
+def save_run(run: Run, record: Record, done: int) -> None:
+    """Write a checkpoint, all ranks together."""
+    sizes = [source.part_sizes for source in run.sources]
+    run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
+    run.state["monitor"] = record.monitor.state
+    with record.clock.paused():
+        folder, keep = run.run_dir / "checkpoints", run.config.train.keep_checkpoints
+        save_checkpoint(folder, run.bare, run.optimizers, run.state, keep, writes=run.main)
+        run.accelerator.wait_for_everyone()
+
+
+def finish(run: Run, record: Record) -> None:
+    """Export the last checkpoint, say how good it is, and leave the process group."""
+    record.bar.close()
+    state, run_dir = run.state, run.run_dir
+    if run.main:
+        record.tracker.close()
         draw_curves(run_dir)
         checkpoint = newest_checkpoint(run_dir / "checkpoints")
-        export_checkpoint(checkpoint, config, run_dir / "export")
-        describe_end(run_dir, state["step"], time.perf_counter() - left.began, state["evaluation"])
-    accelerator.wait_for_everyone()
-    del model, bare, optimizers
-    accelerator.free_memory()
+        export_checkpoint(checkpoint, run.config, run_dir / "export")
+        seconds = time.perf_counter() - record.left.began
+        describe_end(run_dir, state["step"], seconds, state["evaluation"])
+    run.accelerator.wait_for_everyone()
+    del run.model, run.bare, run.optimizers
+    run.accelerator.free_memory()
     gc.collect()  # a gloo process that ends with its model alive may abort
-    accelerator.end_training()
-    lock.close()
+    run.accelerator.end_training()
+    run.lock.close()
 
 
 def read_steps(

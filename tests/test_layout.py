@@ -172,3 +172,9 @@ def test_the_training_loop_fits_on_one_screen() -> None:
     for step in ("model(", "loss", "backward(", "clip_gradients(", "update("):
         assert step in body, step
     assert end - start <= 40
+
+
+def test_training_is_one_function_of_sixty_lines() -> None:
+    tree = MODULES["pretrain.train"]
+    (function,) = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == "train"]
+    assert function.end_lineno - function.lineno < 60
