@@ -60,7 +60,7 @@ def prepare(
     work_dir = data_dir / "work"
     pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
     settings = store_settings(config.corpus, config.vocab, pieces, existing)
-    key = settings_key(settings)
+    key = settings_key(settings | {"work": 2})  # 1, of an older version, split the text otherwise
     claim_folder(data_dir, ("work", "vocab", "store"), "data_dir", is_older_data)
     older_key = key_of_schema_1(config.corpus, config.vocab, pieces, existing)
     if is_prepared(data_dir, settings, older_key):
@@ -88,7 +88,7 @@ def prepare(
             # selection: text -> hashes -> what of it is taken, and how often
             hashed = [work_dir / f"{name}-hashes-{i:05d}" for i in range(len(pieces))]
             earlier = work_dir / f"{name}-earlier"
-            if needs_selection(config.corpus) and not earlier.exists():
+            if needs_selection(config.corpus, pieces) and not earlier.exists():
                 run("comparing", hash_piece, hash_tasks(pieces, hashed, config.corpus))
                 if share:
                     print("compared; when the whole array has: the same command with --finish")
@@ -188,10 +188,9 @@ def run_stage(
 
 def piece_task(piece: Piece, out: Path, *arguments) -> tuple[Path, Task]:
     """The task of a function (piece, out, *arguments), with its size in bytes."""
-    size, name = 1, piece.path
+    size, name = piece.size, piece.path
     if piece.version:  # it is of a file
         piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
-        size = (piece.end or os.path.getsize(piece.path)) - piece.start
         name += f" from byte {piece.start:,}" if piece.start else ""
     return out, Task((piece, out, *arguments), f"{out.name[17:]} ({name})", size)
 
