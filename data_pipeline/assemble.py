@@ -14,10 +14,10 @@ import numpy as np
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import Piece, left_out, name_source
 from data_pipeline.encode import SPLITS, hash_file
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, red
 from data_pipeline.identity import hash_json
 from data_pipeline.processes import progress_bar, written_beside
-from data_pipeline.token_store import ARRAYS, SCHEMA, load_array, read_manifest
+from data_pipeline.token_store import ARRAYS, SCHEMA, held_out_shortfall, load_array, read_manifest
 
 SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
 BLOCK_BYTES = 1 << 24
@@ -202,3 +202,9 @@ def print_store(manifest: dict) -> None:
             f"{split.replace('_', ' ')}: {part['documents']:,} documents, "
             f"{part['sentences']:,} sentences, {part['tokens']:,} tokens"
         )
+
+
+def warn_held_out(manifest: dict) -> None:
+    """Print in red what the held-out split lacks, if it lacks anything."""
+    if shortfall := held_out_shortfall(manifest):
+        print(red(f"warning: {shortfall}"))

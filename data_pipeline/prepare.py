@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.assemble import assemble_store, describe_sources, print_store
+from data_pipeline.assemble import assemble_store, describe_sources, print_store, warn_held_out
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import Piece, left_out, list_pieces, name_source
 from data_pipeline.encode import encode_scan, merge_counts, scan_piece
@@ -66,6 +66,7 @@ def prepare(
     if is_prepared(data_dir, settings, older_key):
         remove_entries(work_dir, is_work)  # a killed command may have left it
         print(f"store: {data_dir / 'store'} is there already")
+        warn_held_out(read_manifest(data_dir / "store"))
         return
     run = partial(
         run_stage,
@@ -128,6 +129,7 @@ def prepare(
         )
         remove_entries(work_dir, is_work)
     print_store(manifest)
+    warn_held_out(manifest)
 
 
 def is_older_data(data_dir: Path) -> bool:

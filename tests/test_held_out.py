@@ -1,5 +1,5 @@
 """The held-out split is never silently too small: it has a least size whatever the share, as far as
-a fifth of the corpus allows."""
+a fifth of the corpus allows, and what is smaller still is said in red."""
 
 import bz2
 import gzip
@@ -7,6 +7,7 @@ import json
 import lzma
 import random
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
@@ -17,15 +18,17 @@ from conftest import contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import selection
+from data_pipeline import report, selection
 from data_pipeline.audit import decode
 from data_pipeline.config import (
     CorpusConfig,
     DataConfig,
     PairsConfig,
     VocabConfig,
+    load_config,
 )
 from data_pipeline.corpus import list_pieces, text_hash
+from data_pipeline.errors import red
 from data_pipeline.identity import settings_key, store_settings
 from data_pipeline.prepare import prepare
 from data_pipeline.selection import (
@@ -36,8 +39,13 @@ from data_pipeline.selection import (
     needs_selection,
     share_limit,
 )
-from data_pipeline.token_store import TokenStore, read_manifest, read_vocabulary
+from data_pipeline.token_store import TokenStore, held_out_shortfall, read_manifest, read_vocabulary
+from pretrain.config import Config, phases_of
+from pretrain.plan import plan
+from pretrain.start import open_data
+from pretrain.train import train
 
+OTHERS = ("model", "train", "tracking", "export")
 WORDS = "the a river stone carries over under winter summer house tree walks sings long".split()
 DIGITS = "0 1 2 3 4 5 6 7 8 9"
 
@@ -103,6 +111,7 @@ def test_486_documents_at_1_percent_hold_out_50_and_20000_tokens(tmp_path: Path,
     assert held_out == lowest_of(documents, 50)
     assert manifest["held_out"]["documents"] == 50 and manifest["train"]["documents"] == 436
     assert manifest["held_out"]["tokens"] >= 20_000
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_more_short_documents_are_held_out_until_their_text_is_enough(tmp_path: Path) -> None:
@@ -121,11 +130,13 @@ def test_a_fifth_of_a_small_corpus_is_held_out_at_most_and_said_to_be_few(
     _, held_out = prepared_of(documents, tmp_path)
     assert held_out == lowest_of(documents, len(held_out)) and 9 <= len(held_out) <= 11
     assert sum(len(documents[i]) for i in held_out) <= sum(map(len, documents)) / 5
+    assert f"warning: only {len(held_out)} documents of " in capsys.readouterr().out
 
 
 def test_of_three_huge_documents_none_is_held_out_and_that_is_said(tmp_path: Path, capsys) -> None:
     manifest, held_out = prepared_of(write_documents(3, 200_000), tmp_path)
     assert not held_out and manifest["train"]["documents"] == 3
+    assert "warning: no document is held out, so there is no evaluation" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [1, 4, 9])
@@ -139,6 +150,7 @@ def test_the_tiniest_corpora_keep_their_text_for_training(tmp_path: Path, number
 def test_a_share_of_0_holds_out_nothing(tmp_path: Path, capsys) -> None:
     manifest, held_out = prepared_of(write_documents(486, 100), tmp_path, held_out=0.0)
     assert not held_out and manifest["train"]["documents"] == 486
+    assert "raise corpus.held_out, to 0.01 for example" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
@@ -347,3 +359,120 @@ def test_work_of_a_version_without_a_least_size_is_made_again(texts, tmp_path: P
     (tmp_path / f"work/{settings_key(given)[:16]}-hashes-00000").mkdir(parents=True)
     prepare(config, workers=1)
     assert held_out_of(tmp_path) and not (tmp_path / "work").exists()
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def manifest_of(documents: int, tokens: int, **settings) -> dict:
+    return {"held_out": {"documents": documents, "tokens": tokens}, "settings": settings}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (manifest_of(50, 20_000), None),
+        (manifest_of(49, 20_000), "only 49 documents of 20,000 tokens are held out; losses on"),
+        (manifest_of(5000, 19_999), "only 5,000 documents of 19,999 tokens are held out;"),
+        (manifest_of(1, 7), "only 1 document of 7 tokens are held out; "),
+        (manifest_of(0, 0), "no document is held out, so there is no evaluation; "),
+        (manifest_of(1, 7), "; add text, or raise corpus.held_out above 0.2"),
+        (manifest_of(1, 7, **{"corpus.held_out": 0.4}), "or raise corpus.held_out above 0.4"),
+        (manifest_of(0, 0, **{"corpus.held_out": 0}), "; raise corpus.held_out, to 0.01 for"),
+        ({"held_out": {"documents": 1, "tokens": 7}}, "need 50 documents and 20,000 tokens to be"),
+    ],
+)
+def test_what_is_short_is_said_with_the_way_out(manifest: dict, message: str | None) -> None:
+    found = held_out_shortfall(manifest)
+    assert found is None if message is None else message in found
+
+
+def test_a_line_is_red_on_a_terminal_only_and_where_colours_are_wanted(monkeypatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert red("line") == "line"  # pytest keeps stdout in a file
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert red("line") == "\033[31mline\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert red("line") == "line"
+
+
+WARNING = re.compile(
+    r"warning: only \d+ documents? of [\d,]+ tokens are held out; .*; add text, or raise "
+    r"corpus\.held_out above 0\.2"
+)
+
+
+def test_preparation_ends_with_the_warning_each_time(texts, tmp_path: Path, capsys) -> None:
+    for _ in range(2):
+        prepare(config_of(texts, tmp_path), workers=1)
+        assert WARNING.fullmatch(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def small(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared corpus with a config of its own, in a folder that may be written to."""
+    root = tmp_path_factory.mktemp("small")
+    shutil.copytree(prepared / "data", root / "data")
+    text = (prepared / "config.yaml").read_text()
+    (root / "config.yaml").write_text(text.replace(f"{prepared}/data", f"{root}/data"))
+    return root
+
+
+def test_the_report_fails_a_check_and_says_what_to_do(small: Path, capsys) -> None:
+    config = load_config(DataConfig, str(small / "config.yaml"), [f"run_dir={small}/run"], OTHERS)
+    result = report.measure(config)
+    checks = {check["name"]: check for check in result["checks"]}
+    held_out = result["store"]["held_out"]
+    assert checks["Held-out documents"] == {
+        "name": "Held-out documents",
+        "found": str(held_out["documents"]),
+        "wanted": "≥ 50",
+        "holds": False,
+    }
+    assert checks["Held-out tokens"]["wanted"] == "≥ 20,000"
+    page = report.render_page(result)
+    assert "1 of " in page and f"Warning: {held_out_shortfall(result['store'])}." in page
+    with patch("sys.argv", ["report", str(small / "config.yaml")]):
+        report.main()
+    out = capsys.readouterr().out
+    assert f"FAILS  Held-out documents: {held_out['documents']} (wanted ≥ 50)" in out
+    assert WARNING.search(out)
+    enough = result | {"store": manifest_of(50, 20_000) | result["store"] | manifest_of(50, 20_000)}
+    assert all(check["holds"] for check in report.check_held_out(enough["store"]))
+
+
+def config_to_train(small: Path, run_dir: Path) -> Config:
+    overrides = [f"run_dir={run_dir}", "train.max_steps=1", "train.warmup_steps=0"]
+    return load_config(Config, str(small / "config.yaml"), overrides)
+
+
+def test_training_starts_with_the_warning_and_goes_on(small: Path, tmp_path: Path, capsys) -> None:
+    train(config_to_train(small, tmp_path))
+    out = capsys.readouterr().out
+    assert len(WARNING.findall(out)) == 1 and (tmp_path / "export").exists()
+
+
+def test_the_plan_has_the_warning(small: Path, tmp_path: Path, capsys) -> None:
+    with patch("pretrain.plan.SECONDS", 0):
+        plan(config_to_train(small, tmp_path))
+    assert len(WARNING.findall(capsys.readouterr().out)) == 1
+
+
+def test_without_held_out_documents_training_says_so_once(
+    small: Path, tmp_path: Path, capsys
+) -> None:
+    overrides = [f"data_dir={tmp_path}/data", "corpus.held_out=0"]
+    prepare(load_config(DataConfig, str(small / "config.yaml"), overrides, OTHERS), workers=1)
+    capsys.readouterr()
+    config = config_to_train(small, tmp_path / "run")
+    config.data_dir = str(tmp_path / "data")
+    train(config)
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: no ")]
+    assert line.startswith("warning: no document is held out, so there is no evaluation; ")
+
+
+def test_a_split_that_is_large_enough_is_not_mentioned(small: Path, capsys) -> None:
+    config = config_to_train(small, small / "run")
+    with patch("data_pipeline.token_store.HELD_OUT_DOCUMENTS", 2):
+        open_data(config, phases_of(config))
+    assert "warning" not in capsys.readouterr().out
