@@ -14,7 +14,7 @@ import numpy as np
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus import Piece, left_out, name_source
 from data_pipeline.encode import SPLITS, hash_file
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, red
 from data_pipeline.identity import hash_json
 from data_pipeline.processes import progress_bar, written_beside
 from data_pipeline.token_store import (
@@ -22,6 +22,7 @@ from data_pipeline.token_store import (
     SCHEMA,
     count_parts,
     find_run_edges,
+    held_out_shortfall,
     load_array,
     read_manifest,
 )
@@ -216,3 +217,9 @@ def print_store(manifest: dict) -> None:
             f"{split.replace('_', ' ')}: {part['documents']:,} documents, "
             f"{part['sentences']:,} sentences, {part['tokens']:,} tokens"
         )
+
+
+def warn_held_out(manifest: dict) -> None:
+    """Print in red what the held-out split lacks, if it lacks anything."""
+    if shortfall := held_out_shortfall(manifest):
+        print(red(f"warning: {shortfall}"))

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data_pipeline.errors import UserError
 
 MIN_VOCAB_SIZE = 16
+HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
 T = TypeVar("T")
 
 
@@ -100,7 +101,8 @@ class CorpusConfig(SourceConfig):
     deduplicate: bool = True
     """Drop what was there before: equal documents, and equal lines of 100 characters or more."""
     held_out: float = 0.01
-    """Share of documents kept from training for evaluation, chosen by a hash of their text."""
+    """Share of documents kept from training for evaluation, chosen by a hash of their text; of a
+    small corpus more, up to a fifth, so that losses can be trusted; 0: none."""
 
     def validate(self) -> None:
         check(0 <= self.held_out < 1, f"corpus.held_out {self.held_out} is not in [0, 1)")

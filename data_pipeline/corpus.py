@@ -45,6 +45,11 @@ class Piece:
     version: str = ""  # hash of the file's ends and size, so that a changed file is read again
     source: int = 0  # which of the corpus's sources
 
+    @property
+    def size(self) -> int:
+        """Bytes of its file that it covers; 1 if it is of no file."""
+        return (self.end or os.path.getsize(self.path)) - self.start if self.version else 1
+
 
 @dataclass
 class Rejects:
@@ -407,9 +412,3 @@ def read_dataset(piece: Piece, wanted: DatasetConfig, key: str) -> Iterator[str]
 def text_hash(data: bytes) -> int:
     """64 bits of BLAKE2b of a text."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-
-
-def is_held_out(number: int, share: float) -> bool:
-    """Whether a document whose `text_hash` is `number` is kept for evaluation, whatever the order
-    of files."""
-    return number < share * 2**64

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CorpusConfig, VocabConfig
-from data_pipeline.corpus import Piece, Rejects, is_held_out, text_hash
+from data_pipeline.corpus import Piece, Rejects, text_hash
 from data_pipeline.processes import written_beside
 from data_pipeline.selection import Selection, read_selected
 from data_pipeline.sentences import sentence_splitter, split_sentences
@@ -66,7 +66,7 @@ def scan_piece(
             size += len(data)
             corpus_hash.update(data + b"\0")
             number = text_hash(data)
-            held_out = is_held_out(number, corpus.held_out)
+            held_out = number < selected.limit
             document, copies = selected.take(document, number, held_out, rejects)
             sentences = list(split_sentences(document, split))
             for _ in range(copies):

@@ -1,5 +1,5 @@
 """What the user can put right ends in one line and exit code 2; every entry point goes through
-here."""
+here. What they should know is a line in red."""
 
 import errno
 import os
@@ -37,3 +37,10 @@ def run_command(main: Callable[[], None]) -> None:
         return
     print("error: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
+
+
+def red(text: str) -> str:
+    """Colour a line that goes to stdout, if that is a terminal and NO_COLOR is not set."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return f"\033[31m{text}\033[0m"
+    return text

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.assemble import assemble_store, describe_sources, print_store
+from data_pipeline.assemble import assemble_store, describe_sources, print_store, warn_held_out
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import Piece, left_out, list_pieces, name_source
 from data_pipeline.encode import encode_scan, merge_counts, scan_piece
@@ -61,12 +61,13 @@ def prepare(
     work_dir = data_dir / "work"
     pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
     settings = store_settings(config.corpus, config.vocab, pieces, existing)
-    key = settings_key(settings)
+    key = settings_key(settings | {"work": 2})  # 1, of an older version, split the text otherwise
     claim_folder(data_dir, DATA_FILES, "data_dir", is_data)
     older_key = key_of_schema_1(config.corpus, config.vocab, pieces, existing)
     if is_prepared(data_dir, settings, older_key):
         remove_entries(work_dir, is_work)  # a killed command may have left it
         print(f"store: {data_dir / 'store'} is there already")
+        warn_held_out(read_manifest(data_dir / "store"))
         return
     run = partial(
         run_stage,
@@ -89,7 +90,7 @@ def prepare(
             # selection: text -> hashes -> what of it is taken, and how often
             hashed = [work_dir / f"{name}-hashes-{i:05d}" for i in range(len(pieces))]
             earlier = work_dir / f"{name}-earlier"
-            if needs_selection(config.corpus) and not earlier.exists():
+            if needs_selection(config.corpus, pieces) and not earlier.exists():
                 run("comparing", hash_piece, hash_tasks(pieces, hashed, config.corpus))
                 if share:
                     print("compared; when the whole array has: the same command with --finish")
@@ -129,6 +130,7 @@ def prepare(
         )
         remove_entries(work_dir, is_work)
     print_store(manifest)
+    warn_held_out(manifest)
 
 
 def is_data(data_dir: Path) -> bool:
@@ -190,10 +192,9 @@ def run_stage(
 
 def piece_task(piece: Piece, out: Path, *arguments) -> tuple[Path, Task]:
     """The task of a function (piece, out, *arguments), with its size in bytes."""
-    size, name = 1, piece.path
+    size, name = piece.size, piece.path
     if piece.version:  # it is of a file
         piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
-        size = (piece.end or os.path.getsize(piece.path)) - piece.start
         name += f" from byte {piece.start:,}" if piece.start else ""
     return out, Task((piece, out, *arguments), f"{out.name[17:]} ({name})", size)
 

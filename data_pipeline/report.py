@@ -12,11 +12,11 @@ import re
 from pathlib import Path
 
 from data_pipeline.audit import CHINESE, LONG, audit_store, percent, pieces_name
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig, load_config
 from data_pipeline.corpus import left_out
-from data_pipeline.errors import run_command
+from data_pipeline.errors import red, run_command
 from data_pipeline.pairs import LABELS
-from data_pipeline.token_store import TokenStore, read_vocabulary
+from data_pipeline.token_store import TokenStore, held_out_shortfall, read_vocabulary
 
 KINDS = {"mask": "[MASK]", "random": "a random piece in its place", "kept": "kept as it was"}
 FIGURE = re.compile(r"([≤≥] )?[\d,.]+( %| of [\d,]+)?( ± [\d.]+)?|")
@@ -299,12 +299,14 @@ def render_page(result: dict) -> str:
     settings = ", ".join(
         f"{name} {value}" for name, value in result["settings"].items() if value is not None
     )
+    shortfall = held_out_shortfall(result["store"])
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         f"<title>Data report</title><style>{STYLE}</style></head><body>",
         f"<h1>What is in {html.escape(result['data_dir'])}</h1>",
         f'<p class="soft">{html.escape(settings)}</p>',
         f'<p class="{"bad" if bad else "good"}">{verdict}.</p>',
+        f'<p class="bad">Warning: {shortfall}.</p>' if shortfall else "",
         render_checks(result),
         *(
             render(result)
@@ -324,7 +326,23 @@ def measure(config: DataConfig) -> dict:
     store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
     print(f"drawing the pairs of an epoch from {len(store):,} tokens")
     result = {"data_dir": str(config.data_dir), "store": store.manifest}
-    return result | audit_store(store, config.data, config.seed)
+    result |= audit_store(store, config.data, config.seed)
+    return result | {"checks": result["checks"] + check_held_out(store.manifest)}
+
+
+def check_held_out(manifest: dict) -> list[dict]:
+    """Check that the held-out split is large enough for its losses to be trusted."""
+    wanted = {"documents": HELD_OUT_DOCUMENTS, "tokens": HELD_OUT_TOKENS}
+    found = {name: manifest["held_out"][name] for name in wanted}
+    return [
+        {
+            "name": f"Held-out {name}",
+            "found": f"{found[name]:,}",
+            "wanted": f"≥ {wanted[name]:,}",
+            "holds": found[name] >= wanted[name],
+        }
+        for name in wanted
+    ]
 
 
 def write_report(result: dict) -> None:
@@ -350,8 +368,10 @@ def main() -> None:
     )
     result = measure(config)
     for check in result["checks"]:
-        mark = "holds" if check["holds"] else "FAILS"
-        print(f"{mark}  {check['name']}: {check['found']} (wanted {check['wanted']})")
+        line = f"{check['name']}: {check['found']} (wanted {check['wanted']})"
+        print(f"holds  {line}" if check["holds"] else red(f"FAILS  {line}"))
+    if shortfall := held_out_shortfall(result["store"]):
+        print(red(f"warning: {shortfall}"))
     write_report(result)
 
 

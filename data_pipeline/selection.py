@@ -1,9 +1,15 @@
-"""corpus -> **selection** -> sentences: what is dropped as a duplicate, and what the weights take.
+"""corpus -> **selection** -> sentences: drop duplicates, hold documents out, apply source weights.
 
 One cheap pass writes the hashes of each piece's documents and long paragraphs (and the text, where
 it would have to be fetched, parsed or decompressed again); merging the hashes tells every piece
 which of them an earlier piece has. So a piece can then be scanned alone, on any worker, and a text
 stays where it comes first in the order of pieces.
+
+The rule of the held-out split: the documents whose hash is below a limit, whatever the order of
+files. The limit is that of the share `corpus.held_out`; where fewer documents or less text than
+losses need to be trusted are below it, it rises until there are enough, but not above a fifth of
+all. Of 486 long documents a share of 1 % takes about five: the limit rises until 50 are below it.
+Of 30 it takes six at most.
 
 The rule of weights: of a source's N distinct documents to train on, weight w takes w N in all,
 rounded half up: each floor(w) times, and those with the lowest hashes once more. Held-out documents
@@ -13,6 +19,7 @@ are never repeated; below weight 1 the same share of them is taken.
 import hashlib
 import json
 import math
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.config import CorpusConfig, SourceConfig
+from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
 from data_pipeline.corpus import BLOCK_BYTES, Piece, Rejects, read_documents, text_hash
 from data_pipeline.processes import written_beside
 
@@ -31,30 +38,51 @@ COSTLY = ("dataset", "python-docs", "parquet", "arrow", "csv", "tsv")
 SLOW = (".bz2", ".xz")
 KINDS = ("documents", "paragraphs")
 ALL = 2**64  # above every hash
+# least documents and characters to hold out, at 6 characters a token: with vocabularies of their
+# own English and German have 4.8, Thai 4.6, Hindi 3.9, Japanese 1.9 (in bytes they are 4.8 to 13)
+LEAST = np.array([HELD_OUT_DOCUMENTS, 6 * HELD_OUT_TOKENS])
+# where the share takes as many bytes, it takes enough documents even if they are books (1 MB each)
+SURE_BYTES = HELD_OUT_DOCUMENTS << 20
+PACKED, EXPANSION = (".gz", ".bz2", ".xz", ".zst", ".parquet"), 4  # bytes of text in one of these
 
 
-def needs_selection(corpus: CorpusConfig) -> bool:
+def needs_selection(corpus: CorpusConfig, pieces: list[Piece]) -> bool:
     """Whether hashes must be known before the corpus is scanned."""
-    return corpus.deduplicate or any(source.weight % 1 for source in corpus.each_source())
+    return (
+        corpus.deduplicate
+        or any(source.weight % 1 for source in corpus.each_source())
+        or 0 < corpus.held_out * count_bytes(pieces) < SURE_BYTES
+    )
+
+
+def count_bytes(pieces: list[Piece]) -> float:
+    """About how many bytes of text there are; infinite with a dataset, whose size is not known."""
+    if any(piece.layout == "dataset" for piece in pieces):
+        return math.inf
+    return sum(p.size * (EXPANSION if p.path.endswith(PACKED) else 1) for p in pieces)
 
 
 def hash_piece(piece: Piece, out: Path, source: SourceConfig) -> None:
-    """Write `documents.npy` and `paragraphs.npy`, sorted uint64 hashes of a piece, to folder
-    `out`; 8 bytes each are all that is held in memory. The text as well, of what is `COSTLY` or
-    `SLOW`."""
-    hashes, rejects = {kind: bytearray() for kind in KINDS}, Rejects()
+    """Write `documents.npy` and `paragraphs.npy`, sorted uint64 hashes of a piece, and
+    `characters.npy`, int64 length of each document, to folder `out`; 8 bytes each are all that is
+    held in memory. The text as well, of what is `COSTLY` or `SLOW`."""
+    hashes, characters, rejects = {kind: bytearray() for kind in KINDS}, array("q"), Rejects()
     with written_beside(out) as folder:
         documents = read_documents(piece, source, rejects)
         if piece.layout in COSTLY or piece.path.endswith(SLOW):
             documents = keep(documents, folder)
         for document in documents:
             add_hash(hashes["documents"], document)
+            characters.append(len(document))
             if len(document) >= LONG:
                 for line in document.split("\n"):
                     if len(line) >= LONG:
                         add_hash(hashes["paragraphs"], line)
         for kind, data in hashes.items():
-            np.save(folder / f"{kind}.npy", np.sort(np.frombuffer(data, ">u8").astype("<u8")))
+            numbers = np.frombuffer(data, ">u8").astype("<u8")
+            if kind == "documents":
+                np.save(folder / "characters.npy", np.array(characters)[np.argsort(numbers)])
+            np.save(folder / f"{kind}.npy", np.sort(numbers))
         (folder / "rejects.json").write_text(json.dumps(rejects.causes))
 
 
@@ -134,6 +162,49 @@ def read_earlier(folder: Path, i: int, kind: str) -> np.ndarray:
     return np.fromfile(path, "<u8") if path.exists() else np.zeros(0, "<u8")
 
 
+# ---------------------------------------------------------------------------------- held out
+
+
+def share_limit(share: float) -> int:
+    """The hash below which are that share of all hashes."""
+    return math.ceil(share * ALL)
+
+
+def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
+    """Find the hash below which documents are held out: that of the share, or a higher one that
+    takes `LEAST`, but at most a fifth of the documents and of the characters.
+
+    Duplicates count once where they are dropped. Less than `LEAST` may stay where a weight below 1
+    samples the held-out documents, or repeated paragraphs are dropped from them.
+    """
+    share, total = share_limit(corpus.held_out), np.zeros(2, np.int64)
+    hashes, sizes = np.zeros(0, np.uint64), np.zeros((0, 2), np.int64)
+    for i, folder in enumerate(hashed if share else ()):
+        new, characters = (np.load(folder / f"{name}.npy") for name in ("documents", "characters"))
+        if corpus.deduplicate:
+            new, first = np.unique(new, return_index=True)
+            kept = np.isin(new, read_earlier(earlier, i, "documents"), invert=True)
+            new, characters = new[kept], characters[first[kept]]
+        new_sizes = np.stack([np.ones_like(characters), characters], 1)
+        total += new_sizes.sum(0)
+        hashes, sizes = np.append(hashes, new), np.append(sizes, new_sizes, 0)
+        order = np.argsort(hashes)
+        hashes, sizes = hashes[order], sizes[order]
+        enough = (sizes.cumsum(0) >= LEAST).all(1)
+        if enough.any():
+            last = hashes[enough.argmax()]
+            if last < share:
+                return share  # the first pieces of a large corpus are enough to know
+            # whatever the other pieces hold, the limit is not above `last`
+            end = np.searchsorted(hashes, last, side="right")
+            hashes, sizes = hashes[:end], sizes[:end]
+    if not len(hashes):
+        return share
+    too_much = (5 * sizes.cumsum(0) > total).any(1)
+    least = hashes[too_much.argmax()] if too_much.any() else int(hashes[-1]) + 1
+    return max(share, int(least))
+
+
 # ---------------------------------------------------------------------------------- weights
 
 
@@ -165,11 +236,10 @@ def lowest(pieces: list[np.ndarray], n: int) -> list[Share]:
     return shares
 
 
-def share_pieces(documents: list[np.ndarray], weight: float, held_out: float) -> list[list[Share]]:
+def share_pieces(documents: list[np.ndarray], weight: float, limit: int) -> list[list[Share]]:
     """For each piece of a source the [training, held-out] documents that are taken once more than
-    floor(weight), from the hashes of its documents."""
-    first = math.ceil(held_out * ALL)  # a hash below is held out; see `is_held_out`
-    parts = ([between(d, first, ALL) for d in documents], [between(d, 0, first) for d in documents])
+    floor(weight), from the hashes of its documents, of which those below `limit` are held out."""
+    parts = ([between(d, limit, ALL) for d in documents], [between(d, 0, limit) for d in documents])
     both = []
     for part in parts:
         n = sum(map(len, part))
@@ -185,6 +255,7 @@ class Selection:
     """What is taken of a piece; made by `select`, to be sent to the worker that scans it."""
 
     weight: float = 1.0
+    limit: int = 0  # a document whose hash is below it is held out
     shares: list[Share] | None = None  # of training and held-out documents, for broken weights
     hashes: Path | None = None  # folder of the piece's hashes
     earlier: Path | None = None  # folder of those in earlier pieces, where duplicates go
@@ -245,9 +316,10 @@ def select(
     corpus: CorpusConfig, pieces: list[Piece], hashed: list[Path], earlier: Path
 ) -> list[Selection]:
     """What to take of each piece, from the hashes in `hashed` and what `find_earlier` wrote."""
-    sources = corpus.each_source()
-    chosen = [Selection(sources[piece.source].weight) for piece in pieces]
-    if not needs_selection(corpus):
+    sources, is_needed = corpus.each_source(), needs_selection(corpus, pieces)
+    limit = find_limit(corpus, hashed, earlier) if is_needed else share_limit(corpus.held_out)
+    chosen = [Selection(sources[piece.source].weight, limit) for piece in pieces]
+    if not is_needed:
         return chosen
     for i, selection in enumerate(chosen):
         selection.hashes = hashed[i]
@@ -262,7 +334,7 @@ def select(
                 if corpus.deduplicate:
                     hashes = np.setdiff1d(hashes, read_earlier(earlier, i, "documents"))
                 documents.append(hashes)
-            shares = share_pieces(documents, source.weight, corpus.held_out)
+            shares = share_pieces(documents, source.weight, limit)
             for i, share in zip(own, shares, strict=True):
                 chosen[i].shares = share
     return chosen

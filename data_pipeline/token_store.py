@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS
 from data_pipeline.errors import UserError
 
 SCHEMA = 2  # of the manifest and the layout; 1 had a folder per shard, and is still read
@@ -288,3 +289,22 @@ def read_manifest(folder: Path) -> dict:
         )
     data = manifest.get("data_sha256", manifest.get("sha256"))  # one hash served both in schema 1
     return manifest | {"schema": schema, "data_sha256": data}
+
+
+def held_out_shortfall(manifest: dict) -> str | None:
+    """Say what the held-out split of a manifest lacks for its losses to be trusted; None if it
+    lacks nothing."""
+    documents, tokens = (manifest["held_out"][name] for name in ("documents", "tokens"))
+    if documents >= HELD_OUT_DOCUMENTS and tokens >= HELD_OUT_TOKENS:
+        return None
+    found = f"only {documents:,} document{'s' * (documents > 1)} of {tokens:,} tokens are held out"
+    if not documents:
+        found = "no document is held out, so there is no evaluation"
+    # a share up to a fifth changes nothing: so much is held out of a small corpus in any case
+    share = manifest.get("settings", {}).get("corpus.held_out", 0.01)
+    advice = f"add text, or raise corpus.held_out above {max(share, 0.2):g}"
+    return (
+        f"{found}; losses on held-out text need {HELD_OUT_DOCUMENTS} documents and "
+        f"{HELD_OUT_TOKENS:,} tokens to be trusted; "
+        + (advice if share else "raise corpus.held_out, to 0.01 for example")
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
@@ -27,10 +27,15 @@ from omegaconf import OmegaConf
 
 from data_pipeline.batches import BatchSource, count_passes
 from data_pipeline.config import check
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, red
 from data_pipeline.folders import claim_folder, install_files, write_file
 from data_pipeline.processes import die_with_parent
-from data_pipeline.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
+from data_pipeline.token_store import (
+    TOKENIZER_FILES,
+    TokenStore,
+    held_out_shortfall,
+    read_vocabulary,
+)
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, read_state
 from pretrain.config import Config, Phase, TrainConfig, phases_of
 from pretrain.describe import describe_start
@@ -217,10 +222,16 @@ def shake_hands(config: Config, fingerprint: dict, accelerator: Accelerator) -> 
 
 
 def open_data(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
-    """The training split and the data of each phase; raises `UserError` if there is none."""
+    """The training split and the data of each phase; raises `UserError` if there is none.
+
+    Prints a warning where the held-out split beside it is too small for its losses to be trusted.
+    """
     vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
     store = TokenStore.open(Path(config.data_dir) / "store", "train", vocabulary)
-    return store, build_sources(phases, store)
+    sources = build_sources(phases, store)
+    if shortfall := held_out_shortfall(store.manifest):
+        PartialState().print(red(f"warning: {shortfall}"))
+    return store, sources
 
 
 def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
@@ -323,8 +334,10 @@ def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:
 
 
 def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) -> HeldOut | None:
-    """The held-out pairs beside the training split `store`; None, with a warning, if there are too
-    few documents for any."""
+    """The held-out pairs beside the training split `store`; None if there are no documents, and,
+    with a warning, if they are too few for any."""
+    if not store.manifest["held_out"]["documents"]:
+        return None  # as `open_data` said
     settings = config.train
     try:
         return HeldOut(
@@ -336,5 +349,5 @@ def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) 
             accelerator,
         )
     except UserError as error:
-        accelerator.print(f"warning: no evaluation on held-out documents: {error}")
+        accelerator.print(red(f"warning: no evaluation on held-out documents: {error}"))
         return None

@@ -175,7 +175,7 @@ def config_of(folder: Path, data_dir: Path, **settings) -> DataConfig:
     return DataConfig(
         data_dir=str(data_dir),
         corpus=CorpusConfig(files=str(folder / "*.txt"), held_out=0.3, **settings),
-        vocab=VocabConfig(size=64, min_frequency=1),
+        vocab=VocabConfig(size=60, min_frequency=1),
         data=PairsConfig(objective="none"),
     )
 
@@ -216,7 +216,10 @@ def test_workers_and_interruptions_change_nothing(folder: Path, tmp_path: Path, 
 
 
 def test_nothing_is_compared_when_nobody_asks(folder: Path, tmp_path: Path, capsys):
-    with patch("data_pipeline.prepare.hash_piece", side_effect=AssertionError):
+    with (
+        patch("data_pipeline.prepare.hash_piece", side_effect=AssertionError),
+        patch.object(selection, "SURE_BYTES", 1),  # as if the corpus were large
+    ):
         prepare(config_of(folder, tmp_path, deduplicate=False, weight=2.0), workers=1)
     assert "left out: none" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ import pytest
 from conftest import contents
 
 import data_pipeline.prepare as module
-from data_pipeline import processes
+from data_pipeline import processes, selection
 from data_pipeline.assemble import verify
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import Piece
@@ -39,10 +39,18 @@ def finished(files: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     return data_dir
 
 
+@pytest.fixture(autouse=True)
+def large(monkeypatch) -> None:
+    """Prepare as if the corpus were large: reading is the first stage, nothing is compared."""
+    monkeypatch.setattr(selection, "SURE_BYTES", 0)
+
+
 def config_of(files: list[str], data_dir: Path) -> DataConfig:
+    """A share so large that the least held-out size never counts, whether it is looked at or
+    not."""
     return DataConfig(
         data_dir=str(data_dir),
-        corpus=CorpusConfig(files=files, held_out=0.1, deduplicate=False),
+        corpus=CorpusConfig(files=files, held_out=0.4, deduplicate=False),
         vocab=VocabConfig(size=512),
     )
 
@@ -218,7 +226,7 @@ def test_a_task_index_without_its_number_is_one_line(args: list[str]):
 
 def write_config(folder: Path, files: list[str]) -> Path:
     path = folder / "c.yaml"
-    corpus = f"{{files: {files}, held_out: 0.1, deduplicate: false}}"
+    corpus = f"{{files: {files}, held_out: 0.4, deduplicate: false}}"
     path.write_text(f"data_dir: {folder}/data\ncorpus: {corpus}\nvocab: {{size: 512}}")
     return path
 
@@ -242,7 +250,7 @@ def test_a_command_that_is_killed_at_every_step_ends_with_the_same_bytes(
             break
         assert process.returncode == -signal.SIGKILL
         kills += 1
-        assert kills < 12
+        assert kills < 20
     assert kills >= 2
     assert contents(tmp_path / "data") == contents(finished)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -394,7 +402,7 @@ def test_a_sound_store_is_verified_and_any_changed_file_is_named(finished: Path,
             verify(data_dir)
         path.write_bytes(data)
     manifest = data_dir / "store/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"tokens": 1', '"tokens": 2', 1))
+    manifest.write_text(manifest.read_text().replace('"tokens": ', '"tokens": 1', 1))
     with pytest.raises(UserError, match="the first .*manifest.json"):
         verify(data_dir)
 

@@ -29,7 +29,7 @@ from data_pipeline.config import (
 from data_pipeline.errors import UserError
 from data_pipeline.pairs import number_texts
 from data_pipeline.prepare import prepare
-from data_pipeline.selection import share_pieces
+from data_pipeline.selection import share_limit, share_pieces
 from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
 from data_pipeline.token_store import TokenStore, read_vocabulary
 
@@ -182,7 +182,7 @@ def document(i: int) -> str:
 def config_of(folder: Path, sources: list[SourceConfig], size: int = 48, **settings) -> DataConfig:
     return DataConfig(
         data_dir=str(folder / "data"),
-        corpus=CorpusConfig(sources=sources, **{"held_out": 0.2} | settings),
+        corpus=CorpusConfig(sources=sources, **{"held_out": 0.3} | settings),
         vocab=VocabConfig(size=size, min_frequency=1, character_coverage=1.0),
         data=PairsConfig(objective="none"),
     )
@@ -214,7 +214,7 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
     prepare(config_of(tmp_path, sources, deduplicate=deduplicate), workers=1)
     train, held_out = (numbers_of(tmp_path / "data", split) for split in ("train", "held_out"))
     hashes = [corpus.text_hash(document(i).encode()) for i in range(240)]
-    is_held_out = [corpus.is_held_out(number, 0.2) for number in hashes]
+    is_held_out = [number < share_limit(0.3) for number in hashes]
     n = is_held_out[:101].count(False)
     assert sum(times for i, times in train.items() if i < 200) == floor(weight * n + 0.5)
     assert {times for i, times in train.items() if i < 200} <= {floor(weight), floor(weight) + 1}
@@ -239,7 +239,7 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
 )
 def test_shares_of_pieces_add_up_whatever_the_ties(pieces, weight: float, held_out: float):
     arrays = [np.sort(np.array(piece, np.uint64)) for piece in pieces]
-    shares = share_pieces(arrays, weight, held_out)
+    shares = share_pieces(arrays, weight, share_limit(held_out))
     taken: list[list[int]] = [[], []]
     for piece, both in zip(pieces, shares, strict=True):
         for number in piece:
