@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.errors import UserError, run_command
 
 
 def main() -> None:
@@ -26,13 +26,13 @@ def main() -> None:
     )
 
     # after the config: a mistake in it shows at once
-    from data_pipeline.assemble import verify
-    from data_pipeline.prepare import prepare
+    from data_pipeline.build.assemble import verify
+    from data_pipeline.build.prepare import prepare
 
     if args.verify:
         verify(Path(config.data_dir))
     else:
-        prepare(config, args.workers, cluster=args.cluster, share=share, finish=args.finish)
+        prepare(config, args.workers, cluster=args.cluster, array_task=share, finish=args.finish)
 
 
 def read_share(index: int | None, number: int | None) -> tuple[int, int] | None:

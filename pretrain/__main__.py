@@ -3,8 +3,8 @@ at the end."""
 
 import argparse
 
+from data_pipeline.common.errors import run_command
 from data_pipeline.config import load_config
-from data_pipeline.errors import run_command
 from pretrain.config import Config
 
 

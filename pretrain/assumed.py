@@ -12,24 +12,29 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.build.encode import dtype_of
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.system import count_cpus
 from data_pipeline.config import CorpusConfig, DataConfig, SourceConfig, VocabConfig, to_list
-from data_pipeline.corpus import (
-    PIECE_BYTES,
-    Piece,
+from data_pipeline.corpus.readers import (
+    CHUNK_BYTES,
+    FileChunk,
     Rejects,
     layout_by_name,
     list_files,
     name_source,
     read_documents,
 )
-from data_pipeline.encode import dtype_of
-from data_pipeline.errors import UserError
-from data_pipeline.existing_vocab import read_existing
-from data_pipeline.processes import count_cpus
-from data_pipeline.selection import COSTLY, SLOW, needs_selection
-from data_pipeline.token_store import TokenStore, Vocabulary
-from data_pipeline.vocab import DEFAULT_SIZE, MULTIPLE, SPECIAL_TOKENS, build_normalizer
-from data_pipeline.words import WordSplitter
+from data_pipeline.corpus.selection import COSTLY, SLOW
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.vocabulary.existing import read_existing
+from data_pipeline.vocabulary.training import (
+    DEFAULT_SIZE,
+    MULTIPLE,
+    SPECIAL_TOKENS,
+    build_normalizer,
+)
+from data_pipeline.vocabulary.words import WordSplitter
 
 # the store that is made up
 STORE_TOKENS = 1 << 20
@@ -191,8 +196,8 @@ def measure_files(corpus: CorpusConfig, vocab: VocabConfig, vocab_size: int) -> 
             text = on_disk * UNPACKED.get(suffix, 1)
             size.tokens += text * density
             size.stored_tokens += text * density * source.weight
-            size.file_chunks += 1 if suffix in UNPACKED else -(-on_disk // PIECE_BYTES)
-            if needs_selection(corpus) and (suffix in SLOW or layout_by_name(path) in COSTLY):
+            size.file_chunks += 1 if suffix in UNPACKED else -(-on_disk // CHUNK_BYTES)
+            if is_compared(corpus) and (suffix in SLOW or layout_by_name(path) in COSTLY):
                 size.copied_bytes += text
             file_bytes, text_bytes = file_bytes + on_disk, text_bytes + text
     unpacked = f", about {text_bytes / 1e6:,.1f} MB unpacked" if text_bytes > file_bytes else ""
@@ -201,10 +206,15 @@ def measure_files(corpus: CorpusConfig, vocab: VocabConfig, vocab_size: int) -> 
     return size
 
 
+def is_compared(corpus: CorpusConfig) -> bool:
+    """Whether a corpus of any size worth planning is read for hashes before it is scanned."""
+    return corpus.deduplicate or any(source.weight % 1 for source in corpus.each_source())
+
+
 def take_tokens(tokens: float, corpus: CorpusConfig, files: CorpusSize | None) -> CorpusSize:
     """The size of a corpus of so many tokens, weights included; `files`: what its files say."""
     copied = files.copied_bytes if files else 0.0
-    if any(not source.files for source in corpus.each_source()) and needs_selection(corpus):
+    if any(not source.files for source in corpus.each_source()) and is_compared(corpus):
         copied = tokens * BYTES_PER_TOKEN
     return CorpusSize(tokens, tokens, copied, files.file_chunks if files else np.inf, "--tokens")
 
@@ -217,7 +227,7 @@ def sample_text(paths: list[str], source: SourceConfig) -> str:
         layout = layout_by_name(path) if source.layout == "auto" else source.layout
         layout = "line" if layout in (None, "blank_line", "file") else layout
         left = SAMPLE_CHARACTERS // len(chosen)
-        for document in read_documents(Piece(path, layout), source, Rejects()):
+        for document in read_documents(FileChunk(path, layout), source, Rejects()):
             taken.append(document[:left])
             left -= len(document)
             if left <= 0:
@@ -244,9 +254,9 @@ def measure_density(text: str, source: SourceConfig, vocab: VocabConfig, vocab_s
 def estimate_preparation(size: CorpusSize, config: DataConfig, vocab_size: int) -> Preparation:
     """Time and disk that preparation takes on this machine.
 
-    Until the store is there, the work folder holds numbered words (`scan_piece`: 4.7 bytes a token
+    Until the store is there, the work folder holds numbered words (`scan_chunk`: 4.7 bytes a token
     with the lists of words, 1 more with a segmenter), the token ids of each file chunk, as large as
-    the store, and copies of text (`hash_piece`).
+    the store, and copies of text (`hash_chunk`).
     """
     segmented = any(source.words for source in config.corpus.each_source())
     cores = int(max(1, min(count_cpus(), size.file_chunks)))

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_pipeline.batches import Batch
+from data_pipeline.sampling.batches import Batch
 from pretrain.dropout import dropout_noise
 
 GROUP_TOKENS = 960  # at most, all of the longest of a batch; one of 512 tokens is enough work alone
-MULTIPLE = 8  # that their lengths are of: the first product of a shape takes four times as long
+LENGTH_MULTIPLE = (
+    8  # that their lengths are of: the first product of a shape takes four times as long
+)
 
 
 def attend(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
@@ -74,7 +76,7 @@ def lay_out(lengths: tuple[int, ...]) -> Layout:
     starts, groups, size = torch.empty_like(order), [], 0
     count = max(GROUP_TOKENS // max(lengths), 1)
     for numbers, some in zip(order.split(count), ends.split(count), strict=True):
-        length = -(-int(some[-1]) // MULTIPLE) * MULTIPLE
+        length = -(-int(some[-1]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         beyond = torch.arange(length) >= some[:, None]
         bias = torch.zeros(beyond.shape).masked_fill_(beyond, -torch.inf)[:, None, None]
         starts[numbers] = size + length * torch.arange(len(numbers))

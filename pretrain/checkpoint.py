@@ -6,7 +6,6 @@ renamed; what does not match its manifest is set aside as `.corrupt` and the che
 taken. No pickle, no generator state: whatever is drawn is a function of the step.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -17,8 +16,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.errors import UserError
-from pretrain.sharding import share, whole
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import hash_file
+from pretrain.sharding import shard_like, unshard
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 NAME = re.compile(r"step-(\d{8})")
@@ -54,7 +54,7 @@ def save_checkpoint(
         save_file(model_tensors, temporary / FILES[0])
         save_file(optimizer_tensors, temporary / FILES[1])
         (temporary / FILES[2]).write_text(to_json(state, indent=1) + "\n")
-        manifest = {name: file_hash(temporary / name) for name in FILES}
+        manifest = {name: hash_file(temporary / name) for name in FILES}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
@@ -74,7 +74,7 @@ def save_checkpoint(
 
 def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU, made one after the other; none is kept unless `keep`."""
-    tensors = ((name, whole(tensor.detach())) for name, tensor in state.items())
+    tensors = ((name, unshard(tensor.detach())) for name, tensor in state.items())
     return {name: tensor.cpu().contiguous() for name, tensor in tensors if keep}
 
 
@@ -99,12 +99,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_hash(path: Path) -> str:
-    """Compute the sha256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint folders, oldest first; other names are not ours."""
     return sorted(p for p in folder.glob("step-*") if NAME.fullmatch(p.name) and not p.is_symlink())
@@ -115,7 +109,7 @@ def find_fault(checkpoint: Path) -> str | None:
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         for name in FILES:
-            if file_hash(checkpoint / name) != manifest[name]:
+            if hash_file(checkpoint / name) != manifest[name]:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__} {error}"
@@ -171,4 +165,4 @@ def load_optimizers(
     for name, value in load_file(checkpoint / "optimizer.safetensors").items():
         parameter_name, key = name.split("/")
         parameter = parameters[parameter_name]
-        owner[id(parameter)].state[parameter][key] = share(value, parameter)
+        owner[id(parameter)].state[parameter][key] = shard_like(value, parameter)

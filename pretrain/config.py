@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.streams import Stream, derive_stream
 from data_pipeline.config import DataConfig, PairsConfig, check, check_choice
-from data_pipeline.errors import UserError
-from data_pipeline.hashing import Stream, key
 
 
 @dataclass
@@ -317,7 +317,7 @@ def phases_of(config: Config) -> list[Phase]:
                 start=edges[i],
                 end=edges[i + 1],
                 schedule_start=schedule_start,
-                seed=int(key(config.seed, i, Stream.PHASES)) if i else config.seed,
+                seed=int(derive_stream(config.seed, i, Stream.PHASES)) if i else config.seed,
                 data=replace(config.data, **data),
                 train=replace(schedule, **given),
             )

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from data_pipeline.batches import Batch, BatchSource, count_passes
-from data_pipeline.pairs import LABELS
-from data_pipeline.token_store import Vocabulary
+from data_pipeline.sampling.batches import Batch, BatchSource, count_passes
+from data_pipeline.sampling.pairs import LABELS
+from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import Config, Phase, phase_at
 from pretrain.model import BertForPreTraining

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from data_pipeline.audit import accuracy, half_of, ranges
-from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
-from data_pipeline.errors import UserError
-from data_pipeline.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.baselines import accuracy, half_of, ranges
+from data_pipeline.sampling.batches import Batch, BatchSource
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.metrics import to_metrics
 from pretrain.model import BertForPreTraining
 from pretrain.objectives import ROW

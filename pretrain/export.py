@@ -21,13 +21,13 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data_pipeline.batches import Batch
+from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.config import check
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.processes import written_beside
-from data_pipeline.token_store import TOKENIZER_FILES, read_manifest, read_vocabulary
+from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, read_vocabulary
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
-from pretrain.checkpoint import file_hash, find_fault, load_model, newest_checkpoint, read_state
+from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining
 from pretrain.model_card import model_card, project_version
@@ -102,7 +102,7 @@ def export(
     """
     model = copy.deepcopy(model).to(getattr(torch, dtype)).float()  # what the file can hold
     stage = out_dir / STAGE if out_dir.is_dir() else out_dir.with_name(out_dir.name + STAGE)
-    with written_beside(stage) as folder:
+    with atomic_folder(stage) as folder:
         for name in TOKENIZER_FILES:
             shutil.copy(vocab_dir / name, folder / name)
         settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -117,7 +117,7 @@ def export(
         write_json(folder / "config.json", hf_config(model.config, len(model.mlm.bias), dtype))
         passed = check_export(model, folder)
         (folder / "README.md").write_text(f"{card}\nChecked at export: {passed}.\n")
-        hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+        hashes = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
         marker = {"schema": SCHEMA, "made_by": project_version(), **origin, "files": hashes}
         write_json(folder / MARKER, marker)
         check_export_folder(out_dir, overwrite, pytorch_bin)  # it may have changed meanwhile
@@ -191,7 +191,7 @@ def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: boo
     for name in sorted({*names} & {*found} - {MARKER}):
         written = [marker[name] for marker in markers if name in marker]
         check(
-            file_hash(out_dir / name) in written,
+            hash_file(out_dir / name) in written,
             f"{out_dir / name} {'was changed since' if written else 'is not of'} the export that "
             f"{MARKER} lists; move it away, choose another OUT_DIR, or let python -m "
             "pretrain.export --overwrite replace it",
@@ -354,7 +354,7 @@ def find_vocabulary(run_dir: Path, config: Config, sha256: str) -> Path:
         missing = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
         if missing:
             faults.append(f"{folder} has no {', '.join(missing)}")
-        elif (found := file_hash(folder / "vocab.txt")) != sha256:
+        elif (found := hash_file(folder / "vocab.txt")) != sha256:
             faults.append(f"{folder} holds another vocabulary, {found[:12]}")
         else:
             return folder

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
-from data_pipeline.errors import UserError
 from pretrain.config import Config, ModelConfig, PhaseConfig, TrainConfig, phases_of
 from pretrain.optim import learning_rate
 

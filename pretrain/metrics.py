@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from data_pipeline.batches import Batch
+from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig
 
 # dense bf16 operations a second, from NVIDIA's data sheets

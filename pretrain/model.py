@@ -1,9 +1,9 @@
 """batch -> **model** -> loss: BERT with its two pretraining heads (Devlin et al. 2018), plain
 torch.
 
-Sequences lie end to end, so no linear layer computes on padding (on a CPU a little, see `FILL`),
-and the MLM head sees masked positions only. With the same weights it is transformers'
-`BertForPreTraining` (see `export.py` for the names).
+Sequences lie end to end, so no linear layer computes on padding (on a CPU a little, see
+`TOKEN_MULTIPLE`), and the MLM head sees masked positions only. With the same weights it is
+transformers' `BertForPreTraining` (see `export.py` for the names).
 
 Shapes: B sequences, S tokens of the longest, T tokens in all, M masked positions, D hidden, H
 heads, V vocabulary.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data_pipeline.batches import Batch
+from data_pipeline.sampling.batches import Batch
 from pretrain.attention import attend
 from pretrain.config import ModelConfig
 from pretrain.dropout import Dropout
@@ -30,7 +30,7 @@ ACTIVATIONS = {
 }
 # A CPU computes on a multiple of so many tokens: oneDNN compiles a product for each new shape, a
 # sixth of a small model's step on two threads.
-FILL = 64
+TOKEN_MULTIPLE = 64
 
 
 class Embeddings(nn.Module):
@@ -135,7 +135,7 @@ class BertForPreTraining(nn.Module):
         x = self.embeddings(batch)
         tokens = len(x)
         if x.device.type == "cpu":
-            x = F.pad(x, (0, 0, 0, -tokens % FILL))
+            x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE))
         for layer in self.layers:
             if self.gradient_checkpointing:
                 x = checkpoint(layer, x, batch, use_reentrant=False)  # draws the same dropout again

@@ -46,7 +46,7 @@ class Monitor:
             self.state["said"].append(kind)
             self.say(f"warning: {line}")
 
-    def is_sound(self, step: int, norm: float) -> bool:
+    def has_finite_gradient(self, step: int, norm: float) -> bool:
         """Whether update `step` may be made with a gradient of this norm."""
         state, norms = self.state, self.state["norms"]
         if not math.isfinite(norm):
@@ -61,11 +61,11 @@ class Monitor:
         state["norms"] = [*norms, norm][-NORMS:]
         return True
 
-    def is_lost(self) -> bool:
+    def should_abort(self) -> bool:
         """Whether so many steps in a row were skipped that the run has to stop."""
         return self.state["in_a_row"] >= MOST_SKIPPED
 
-    def judge(self, done: int, metrics: dict[str, float], pairs: float) -> dict[str, float]:
+    def check_health(self, done: int, metrics: dict[str, float], pairs: float) -> dict[str, float]:
         """Look at the metrics that are logged after `done` steps, means over so many pairs; those
         to log beside them."""
         wait = metrics["perf/data_wait"]

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.batches import Batch
+from data_pipeline.sampling.batches import Batch
 from pretrain.loss import linear_cross_entropy, next_sentence_loss
 
 ROW = 3  # sum of losses in nats, right answers, how many were asked

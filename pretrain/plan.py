@@ -13,29 +13,29 @@ import torch
 from accelerate import Accelerator
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from data_pipeline.batches import Batch, BatchSource, count_passes
+from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import check as require
 from data_pipeline.config import load_config
-from data_pipeline.errors import UserError, run_command
+from data_pipeline.sampling.batches import Batch, BatchSource, count_passes
 from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round_off
 from pretrain.config import Config, Phase, phases_of
 from pretrain.describe import show_sequence
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS, count_flops
-from pretrain.model import FILL, BertForPreTraining
+from pretrain.model import TOKEN_MULTIPLE, BertForPreTraining
 from pretrain.optim import build_optimizers
-from pretrain.start import (
+from pretrain.run_setup import (
     build_accelerator,
     build_model,
     build_sources,
     fingerprint_run,
-    open_data,
+    open_token_store,
 )
 from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # the trial takes about; sequences that operations are counted in
-BY_HEART, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach within so many steps, on so many
+OVERFIT_LOSS, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach within so many steps, on so many
 USUAL_RATES = {"adamw": (1e-5, 2e-3), "muon": (2e-4, 2e-2), "lamb": (2e-4, 2e-2)}
 CARD, CARDS = "H100", (1, 8)  # and how many of them time is told for
 MFU = 0.4  # of a card, that a run of this kind can reach
@@ -50,7 +50,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     train, phases = config.train, phases_of(config)
     accelerator = build_accelerator(train, phases)
     if has_store(config):
-        (store, sources), assumed = open_data(config, phases), None
+        (store, sources), assumed = open_token_store(config, phases), None
         if given:
             found = f"{config.data_dir} holds {len(store):,} tokens to train on"
             print(f"--tokens ignored: the store at {found}")
@@ -187,7 +187,7 @@ def measure_activations(
         batch = source.batch(0, count).to(accelerator.device)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None), accelerator.autocast():
             rows = model(batch)
-        filled = -(-len(batch.input_ids) // FILL) * FILL
+        filled = -(-len(batch.input_ids) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
         points.append((filled, sum(size for _, size in kept.values())))
         del rows
     (x, low), (y, high) = points
@@ -263,7 +263,7 @@ def warnings(
 
 def check(config: Config) -> None:
     """Print a pair as the model sees it, and have the model learn a batch by heart; raises
-    `UserError` if a parameter has no gradient or the loss stays above `BY_HEART`."""
+    `UserError` if a parameter has no gradient or the loss stays above `OVERFIT_LOSS`."""
     require(
         has_store(config),
         f"--check learns from the prepared data, and there is no store at {config.data_dir}; make "
@@ -271,7 +271,7 @@ def check(config: Config) -> None:
     )
     phases = phases_of(config)
     accelerator = build_accelerator(config.train, phases)
-    (store, (source, *_)), top = open_data(config, phases), phases[0].train.learning_rate
+    (store, (source, *_)), top = open_token_store(config, phases), phases[0].train.learning_rate
     fingerprint_run(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device).eval()  # no dropout
     optimizers = build_optimizers(model, config.train)
@@ -282,14 +282,14 @@ def check(config: Config) -> None:
         loss = backward(model, batch, accelerator)
         if not done and (without := [n for n, p in trained if p.grad is None or not p.grad.any()]):
             raise UserError(f"no gradient reaches {', '.join(without)}")
-        if loss < BY_HEART:
+        if loss < OVERFIT_LOSS:
             print(f"learned {SEQUENCES} sequences by heart: MLM loss {loss:.3f} at step {done}")
             return
         update(optimizers, top * min(1, (done + 1) / 20))
         zero_gradients(optimizers)
     raise UserError(
         f"{SEQUENCES} sequences are not learned by heart: MLM loss {loss:.3f} after {STEPS} steps, "
-        f"not below {BY_HEART}; try another train.learning_rate than {top:g}"
+        f"not below {OVERFIT_LOSS}; try another train.learning_rate than {top:g}"
     )
 
 

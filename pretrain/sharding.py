@@ -70,12 +70,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm
 
 
-def whole(tensor: Tensor) -> Tensor:
+def unshard(tensor: Tensor) -> Tensor:
     """A tensor as it is without shards; all processes must ask for it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def share(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This process's share of a whole tensor, laid out as the parameter `like` if of its shape."""
     tensor = tensor.to(like.device)
     if isinstance(like, DTensor) and tensor.shape == like.shape:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from data_pipeline.batches import Batch, BatchSource, prefetch
-from data_pipeline.hashing import Stream, draws, key
-from data_pipeline.processes import progress_bar
+from data_pipeline.common.streams import Stream, derive_stream, random_u64
+from data_pipeline.common.system import progress_bar
+from data_pipeline.sampling.batches import Batch, BatchSource, prefetch
 from pretrain.checkpoint import newest_checkpoint, save_checkpoint
 from pretrain.config import Config, Phase, phase_at
 from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
@@ -26,8 +26,8 @@ from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, to
 from pretrain.monitor import Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
+from pretrain.run_setup import Run, set_up, stop_all
 from pretrain.sharding import clip_gradients, no_sync
-from pretrain.start import Run, set_up, stop_all
 from pretrain.tracking import Tracker, draw_curves
 
 
@@ -59,7 +59,9 @@ def train(config: Config) -> None:
         grad_norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf).item()
         rate = learning_rate(step - phase.schedule_start, phase.train)
         sums = accelerator.reduce(sums)
-        if record.monitor.is_sound(step, grad_norm):  # the same on all ranks, as the gradient is
+        if record.monitor.has_finite_gradient(
+            step, grad_norm
+        ):  # the same on all ranks, as the gradient is
             update(run.optimizers, rate)
             record.sums += sums
         zero_gradients(run.optimizers)
@@ -67,7 +69,7 @@ def train(config: Config) -> None:
         # once in a while
         done, ended = step + 1, step + 1 == settings.max_steps
         record.bar.update()
-        if record.monitor.is_lost():
+        if record.monitor.should_abort():
             give_up(run, record, step, sums)
         if done % settings.log_every == 0 or ended:
             record.log(run, done, {"train/learning_rate": rate, "train/grad_norm": grad_norm})
@@ -103,7 +105,7 @@ class Record:
         metrics = to_metrics(self.sums, "train", run.bare.objectives) | self.clock.speed() | others
         if run.compiled:
             metrics["perf/compiled_graphs"] = compiled_graphs()
-        metrics |= self.monitor.judge(done, metrics, self.sums[-1, -1].item())
+        metrics |= self.monitor.check_health(done, metrics, self.sums[-1, -1].item())
         self.sums.zero_()
         if run.main:
             self.tracker.log(done, metrics)
@@ -183,7 +185,10 @@ def read_steps(
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     """Dropout seed of one micro-batch of the global batch, so that a resumed run needs no generator
     state."""
-    return int(draws(key(seed, step, Stream.DROPOUT), np.array([micro_batch]))[0] >> np.uint64(1))
+    return int(
+        random_u64(derive_stream(seed, step, Stream.DROPOUT), np.array([micro_batch]))[0]
+        >> np.uint64(1)
+    )
 
 
 def count_asked(

@@ -17,14 +17,14 @@ from bench_figures import quiet, rates, show, watch
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.sentences import sentence_splitter, split_sentences
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.system import count_cpus
 from data_pipeline.config import DataConfig, PairsConfig
-from data_pipeline.corpus import Rejects, list_pieces, read_documents
-from data_pipeline.errors import UserError
-from data_pipeline.prepare import prepare
-from data_pipeline.processes import count_cpus
-from data_pipeline.sentences import sentence_splitter, split_sentences
-from data_pipeline.token_store import TokenStore, read_vocabulary
+from data_pipeline.corpus.readers import Rejects, list_file_chunks, read_documents
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 
 SAMPLE_BYTES = 2_000_000  # of the corpus, for peers that would take minutes for all of it
 OURS_TOKENS, PEER_TOKENS = 2_000_000, 50_000  # of a run of the loader
@@ -52,7 +52,9 @@ def measure_data(config: DataConfig, runs: int) -> None:
             again = replace(config, data_dir=folder)
             with (
                 quiet(),
-                mock.patch("data_pipeline.prepare.make_vocabulary", return_value=vocabulary.pieces),
+                mock.patch(
+                    "data_pipeline.build.prepare.make_vocabulary", return_value=vocabulary.pieces
+                ),
             ):
                 prepare(again, workers=1)
         return corpus_bytes
@@ -125,7 +127,7 @@ def measure_preparation(config: DataConfig, runs: int) -> None:
 def sample_documents(config: DataConfig) -> list[list[str]]:
     """Sentences of documents from all over the corpus, `SAMPLE_BYTES` in all."""
     split, rejects = sentence_splitter(config.corpus.language), Rejects()
-    pieces = list_pieces(config.corpus)
+    pieces = list_file_chunks(config.corpus)
     every = max(1, os.path.getsize(config.corpus.files) // SAMPLE_BYTES)
     texts = (text for piece in pieces for text in read_documents(piece, config.corpus, rejects))
     chosen = (text for number, text in enumerate(texts) if number % every == 0)

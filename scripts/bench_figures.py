@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 
-from data_pipeline.errors import UserError
+from data_pipeline.common.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 

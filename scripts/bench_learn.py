@@ -23,11 +23,11 @@ import torch
 from accelerate import Accelerator
 from bench_figures import ROOT, quiet, show
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.errors import UserError
-from data_pipeline.prepare import prepare
-from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
 from pretrain.export import from_hf, hf_config, load_export, to_hf

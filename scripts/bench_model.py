@@ -22,10 +22,10 @@ from bench_figures import ROOT, quiet, show
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_pipeline.batches import Batch, BatchSource
+from data_pipeline.build.prepare import prepare
 from data_pipeline.config import DataConfig, PairsConfig
-from data_pipeline.prepare import prepare
-from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.sampling.batches import Batch, BatchSource
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.export import hf_config, to_hf
 from pretrain.metrics import count_flops, peak_flops

@@ -26,9 +26,9 @@ import bench_model
 import torch
 from bench_figures import ROOT
 
+from data_pipeline.common.errors import run_command
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.corpus import Rejects, list_pieces, read_documents
-from data_pipeline.errors import run_command
+from data_pipeline.corpus.readers import Rejects, list_file_chunks, read_documents
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def as_one_file(config: DataConfig, folder: Path) -> DataConfig:
     measured is no decompression, and the peers can read it."""
     rejects, path = Rejects(), folder / "corpus.txt"
     with open(path, "w", encoding="utf-8") as file:
-        for piece in list_pieces(config.corpus):
+        for piece in list_file_chunks(config.corpus):
             for document in read_documents(piece, config.corpus, rejects):
                 file.write(document + "\n\n")
     corpus = replace(

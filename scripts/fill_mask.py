@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from data_pipeline.batches import Batch
-from data_pipeline.errors import UserError, run_command
+from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.sampling.batches import Batch
 from pretrain.export import load_export
 from pretrain.model import BertForPreTraining
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.build.prepare import prepare
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.prepare import prepare
-from data_pipeline.python_docs import TOPICS, read_module
-from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.corpus.python_docs import TOPICS, read_module
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 
 torch.set_num_threads(1)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.audit import audit_rule, check_results
+from data_pipeline.common.errors import run_command
 from data_pipeline.config import DataConfig, PairsConfig, load_config
-from data_pipeline.errors import run_command
-from data_pipeline.pairs import PAIR
-from data_pipeline.report import measure, write_report
-from data_pipeline.token_store import TokenStore, read_vocabulary
+from data_pipeline.report.audit import audit_rule, check_results
+from data_pipeline.report.page import measure, write_report
+from data_pipeline.sampling.pairs import PAIR
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 
 SEQUENCES = 50_000  # at most, that are masked
 

@@ -10,7 +10,7 @@ import random
 
 import numpy as np
 
-from data_pipeline.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 
 Corpus = list[list[list[int]]]
 FULL = 2**64 - 1

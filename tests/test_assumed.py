@@ -11,12 +11,12 @@ import pytest
 import torch
 import zstandard
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import DataConfig, PairsConfig, load_config
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.prepare import prepare
-from data_pipeline.token_store import TokenStore, Vocabulary, read_manifest
-from data_pipeline.vocab import SPECIAL_TOKENS
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_manifest
+from data_pipeline.vocabulary.training import SPECIAL_TOKENS
 from pretrain import plan
 from pretrain.assumed import UNPACKED, assume_data, make_up_store, make_up_vocabulary
 from pretrain.config import Config, phases_of
@@ -203,7 +203,7 @@ def test_what_is_not_files_is_not_fetched_for_a_plan(
     def refuse(*_):
         raise AssertionError("a plan opens no dataset")
 
-    monkeypatch.setattr("data_pipeline.corpus.open_dataset", refuse)
+    monkeypatch.setattr("data_pipeline.corpus.readers.open_dataset", refuse)
     config = config_of(prepared, tmp_path, "corpus.files=null", f"corpus={{{source}}}")
     plan.plan(config)
     found = table_of(capsys.readouterr().out)
@@ -263,7 +263,7 @@ def test_preparation_takes_the_disk_that_was_estimated(
     config = config_of(prepared, tmp_path, f"corpus.files={tmp_path}/large.txt")
     source = read_manifest(prepared / "data/store")["sources"][0]
     wanted = assume_data(config, 4 * source["tokens"]).preparation
-    monkeypatch.setattr("data_pipeline.prepare.remove_entries", measure)
+    monkeypatch.setattr("data_pipeline.build.prepare.remove_entries", measure)
     others = ("model", "train", "tracking", "export")
     overrides = [f"data_dir={tmp_path}/data", f"corpus.files={tmp_path}/large.txt"]
     prepare(load_config(DataConfig, str(prepared / "config.yaml"), overrides, others), workers=1)

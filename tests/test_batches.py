@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_pairs import draw, key, make_store, reference_example
 
-from data_pipeline import token_store
-from data_pipeline.batches import Batch, BatchSource, count_passes, cut_evenly, prefetch
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
-from data_pipeline.errors import UserError
-from data_pipeline.pairs import deal_documents
-from data_pipeline.token_store import StoreView, TokenStore
+from data_pipeline.sampling import token_store
+from data_pipeline.sampling.batches import Batch, BatchSource, count_passes, cut_evenly, prefetch
+from data_pipeline.sampling.pairs import deal_documents
+from data_pipeline.sampling.token_store import StoreView, TokenStore
 
 SEED = 7
 DATA = PairsConfig(max_seq_length=64)

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from reference_pairs import make_store
 from tokenizers import Tokenizer
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.build.encode import SPLITS, write_word_starts
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.sentences import sentence_splitter, split_sentences
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
-from data_pipeline.corpus import sound
-from data_pipeline.encode import SPLITS, write_word_starts
-from data_pipeline.errors import UserError
-from data_pipeline.pairs import SPECIALS
-from data_pipeline.prepare import prepare
-from data_pipeline.sentences import sentence_splitter, split_sentences
-from data_pipeline.token_store import TokenStore, read_vocabulary
-from data_pipeline.vocab import build_normalizer, build_tokenizer
-from data_pipeline.words import (
+from data_pipeline.corpus.readers import clean_text
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.pairs import SPECIALS
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.vocabulary.training import build_normalizer, build_tokenizer
+from data_pipeline.vocabulary.words import (
     END,
     UnitIndex,
     WordIndex,
@@ -165,7 +165,9 @@ def fast_units(sentences: list[str], segment) -> list[list[tuple[list[int], bool
 )
 def test_units_are_those_of_the_slow_rendering(segmenter: str, sentences: list[str]):
     # one line each, and no [MASK]: `tokenizers` looks for it in text, where it has no business
-    sentences = [sound(sentence).replace("\n", " ").replace("[", "(") for sentence in sentences]
+    sentences = [
+        clean_text(sentence).replace("\n", " ").replace("[", "(") for sentence in sentences
+    ]
     segment = SEGMENTERS[segmenter]
     assert fast_units(sentences, segment) == [slow_units(text, segment) for text in sentences]
 
@@ -255,7 +257,7 @@ def test_bits_do_not_depend_on_how_many_are_packed_at_once(tmp_path: Path, monke
     draw = np.random.default_rng(batch)
     lengths, words = np.array([0, 1, 2, 9]), draw.integers(1, 4, 100)
     units = draw.random(100) < 0.5
-    monkeypatch.setattr("data_pipeline.encode.BATCH_WORDS", batch)
+    monkeypatch.setattr("data_pipeline.build.encode.BATCH_WORDS", batch)
     n = int(lengths[words].sum())
     write_word_starts(tmp_path / "bits.npy", n, words, units, lengths)
     expected = [u and i == 0 for w, u in zip(words, units, strict=True) for i in range(lengths[w])]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_pipeline.batches import count_passes, cut_evenly
 from data_pipeline.config import load_config
+from data_pipeline.sampling.batches import count_passes, cut_evenly
 from pretrain.config import Config, phases_of
 
 ROOT = Path(__file__).parent.parent

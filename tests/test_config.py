@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import data_pipeline.config
 import pretrain.config
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.errors import UserError
 from pretrain.config import Config, phases_of
 
 ROOT = Path(__file__).parents[1]

@@ -19,10 +19,10 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import corpus
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DatasetConfig
-from data_pipeline.errors import UserError
-from data_pipeline.selection import share_limit
+from data_pipeline.corpus import readers as corpus
+from data_pipeline.corpus.selection import share_limit
 
 FEW = settings(max_examples=150, deadline=None)
 TEXT = "First paragraph.\nSecond, with é and 中文.\n\nAnother document.\n \t\nA third 🐎.\n"
@@ -40,7 +40,7 @@ def read(*files: Path, **settings) -> list[str]:
 
 
 def read_all(config: CorpusConfig) -> list[str]:
-    pieces = corpus.list_pieces(config)
+    pieces = corpus.list_file_chunks(config)
     return [d for piece in pieces for d in corpus.read_documents(piece, config, corpus.Rejects())]
 
 
@@ -244,25 +244,25 @@ def test_utf16_without_its_mark_is_an_error_that_names_the_file(tmp_path: Path):
 @example("a\r\n\r\nb\r\rc", "blank_line", 4, 2)
 def test_pieces_joined_are_the_whole_file(tmp_path_factory, text, layout, block, piece):
     file = write(tmp_path_factory.getbasetemp() / "pieces.txt", text)
-    with patch.multiple(corpus, BLOCK_BYTES=block, READ_BYTES=block, PIECE_BYTES=piece):
+    with patch.multiple(corpus, BLOCK_BYTES=block, READ_BYTES=block, CHUNK_BYTES=piece):
         assert read(file, layout=layout) == plain_documents(text, layout)
 
 
 def test_large_files_are_cut_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 1000)
     text = "".join(f"line {i}\n" + "\n" * (i % 3 == 0) for i in range(2000))
     file = write(tmp_path / "a.txt", text)
     for layout, at_least in (("blank_line", 10), ("line", 10), ("file", 1)):
-        pieces = corpus.list_pieces(CorpusConfig(files=str(file), layout=layout))
+        pieces = corpus.list_file_chunks(CorpusConfig(files=str(file), layout=layout))
         assert len(pieces) >= at_least
         assert read(file, layout=layout) == plain_documents(text, layout)
     rows = write(tmp_path / "a.jsonl", "".join(f'{{"text": "{i} é"}}\n' for i in range(500)))
-    assert len(corpus.list_pieces(CorpusConfig(files=str(rows)))) >= 10
+    assert len(corpus.list_file_chunks(CorpusConfig(files=str(rows)))) >= 10
     assert read(rows) == [f"{i} é" for i in range(500)]
 
 
 def test_a_large_utf16_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 100)
     text = "".join(f"line {i}\n" for i in range(100))
     file = write(tmp_path / "a.txt", text.encode("utf-16"))
     assert read(file, encoding="utf-16", layout="line") == plain_documents(text, "line")
@@ -271,7 +271,7 @@ def test_a_large_utf16_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_place_to_cut_is_sought_once_through_the_file(tmp_path: Path, monkeypatch):
     """One document of a GB must not be searched again with each MB that is read."""
     monkeypatch.setattr(corpus, "BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 1 << 10)
     file = write(tmp_path / "a.txt", b"word word word\n" * 30_000)
     searched = 0
 
@@ -317,7 +317,7 @@ def test_the_offset_is_that_of_the_whole_file(tmp_path_factory, data, block, pie
         expected = None
     except UnicodeDecodeError as error:
         expected = error.start
-    with patch.multiple(corpus, BLOCK_BYTES=block, READ_BYTES=block, PIECE_BYTES=piece):
+    with patch.multiple(corpus, BLOCK_BYTES=block, READ_BYTES=block, CHUNK_BYTES=piece):
         try:
             read(file, layout="line")
             found = None
@@ -370,7 +370,7 @@ def test_a_dataset_is_streamed_in_shares_that_hold_each_row_once(tmp_path: Path)
     rows = [f"row {i}" for i in range(30)]
     files = [write_rows(tmp_path / f"{i}.json", rows[i::3]) for i in range(3)]
     dataset = DatasetConfig(path="json", data_files=files, text_column="body")
-    assert len(corpus.list_pieces(CorpusConfig(dataset=dataset))) == 3
+    assert len(corpus.list_file_chunks(CorpusConfig(dataset=dataset))) == 3
     with patch("datasets.load_dataset", wraps=__import__("datasets").load_dataset) as load:
         assert sorted(read_all(CorpusConfig(dataset=dataset))) == sorted(rows)
     assert all(call.kwargs["streaming"] for call in load.call_args_list)

@@ -17,7 +17,7 @@ from conftest import contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import corpus, selection
+from data_pipeline.build.prepare import prepare
 from data_pipeline.config import (
     CorpusConfig,
     DataConfig,
@@ -26,13 +26,14 @@ from data_pipeline.config import (
     SourceConfig,
     VocabConfig,
 )
-from data_pipeline.corpus import Rejects, list_pieces, text_hash
-from data_pipeline.prepare import prepare
-from data_pipeline.selection import (
-    LONG,
+from data_pipeline.corpus import readers as corpus
+from data_pipeline.corpus import selection
+from data_pipeline.corpus.readers import Rejects, list_file_chunks, text_hash
+from data_pipeline.corpus.selection import (
+    MIN_DEDUP_CHARS,
     Selection,
     find_earlier,
-    hash_piece,
+    hash_chunk,
     read_earlier,
     read_selected,
     select,
@@ -52,9 +53,9 @@ def plainly(documents: list[str]) -> tuple[list[str], dict[str, int]]:
         seen["documents"].add(document)
         lines = []
         for line in document.split("\n"):
-            if len(line) < LONG or line not in seen["lines"]:
+            if len(line) < MIN_DEDUP_CHARS or line not in seen["lines"]:
                 lines.append(line)
-            if len(line) >= LONG:
+            if len(line) >= MIN_DEDUP_CHARS:
                 seen["lines"].add(line)
         if not lines:
             causes["duplicate"] += 1
@@ -66,11 +67,11 @@ def plainly(documents: list[str]) -> tuple[list[str], dict[str, int]]:
 
 def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str], dict[str, int]]:
     """The same by the project's way, the pieces being hashed and read in any `order`."""
-    pieces = list_pieces(config)
+    pieces = list_file_chunks(config)
     hashed = [folder / f"hashes-{i}" for i in range(len(pieces))]
     sources = config.each_source()
     for i in order(range(len(pieces))):
-        hash_piece(pieces[i], hashed[i], sources[pieces[i].source])
+        hash_chunk(pieces[i], hashed[i], sources[pieces[i].source])
     find_earlier(hashed, folder / "earlier")
     chosen = select(config, pieces, hashed, folder / "earlier")
     kept: dict[int, list[str]] = {i: [] for i in range(len(pieces))}
@@ -99,7 +100,7 @@ def test_a_text_stays_where_it_comes_first(tmp_path_factory, files, piece_bytes,
     config = CorpusConfig(files=str(folder / "*.txt"), layout="blank_line")
     expected = plainly([document for documents in files for document in documents])
     with (
-        patch.object(corpus, "PIECE_BYTES", piece_bytes),
+        patch.object(corpus, "CHUNK_BYTES", piece_bytes),
         patch.object(selection, "MERGED", merged),
     ):
         (folder / "forth").mkdir()
@@ -135,7 +136,7 @@ def test_the_first_source_that_holds_a_text_keeps_it(tmp_path: Path):
 
 
 def test_a_line_below_the_length_stays_however_often(tmp_path: Path):
-    short, long = "x" * (LONG - 1), "y" * LONG
+    short, long = "x" * (MIN_DEDUP_CHARS - 1), "y" * MIN_DEDUP_CHARS
     documents = [f"{i}\n{short}\n{long}" for i in range(3)]
     (tmp_path / "a.txt").write_text("\n\n".join(documents))
     kept, causes = by_pieces(CorpusConfig(files=str(tmp_path / "a.txt")), tmp_path)
@@ -146,7 +147,7 @@ def test_a_line_below_the_length_stays_however_often(tmp_path: Path):
 def test_a_dataset_is_read_once(tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\n\ntwo é\none\n", encoding="utf-8")
     config = CorpusConfig(dataset=DatasetConfig("text", data_files=str(tmp_path / "a.txt")))
-    pieces, real, calls = list_pieces(config), corpus.read_dataset, []
+    pieces, real, calls = list_file_chunks(config), corpus.read_dataset, []
     with patch.object(corpus, "read_dataset", lambda *args: (calls.append(args), real(*args))[1]):
         kept, causes = by_pieces(config, tmp_path)
     assert (kept, causes) == (["one", "two é"], {"empty": 1, "duplicate": 1})
@@ -217,7 +218,7 @@ def test_workers_and_interruptions_change_nothing(folder: Path, tmp_path: Path, 
 
 def test_nothing_is_compared_when_nobody_asks(folder: Path, tmp_path: Path, capsys):
     with (
-        patch("data_pipeline.prepare.hash_piece", side_effect=AssertionError),
+        patch("data_pipeline.build.prepare.hash_chunk", side_effect=AssertionError),
         patch.object(selection, "SURE_BYTES", 1),  # as if the corpus were large
     ):
         prepare(config_of(folder, tmp_path, deduplicate=False, weight=2.0), workers=1)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from test_train import train_here
 
-from data_pipeline.batches import BatchSource
 from data_pipeline.config import PairsConfig
-from data_pipeline.token_store import TokenStore
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain import describe
 from pretrain.checkpoint import to_json
 from pretrain.config import Config, PhaseConfig, phases_of

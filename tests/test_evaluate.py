@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
-from data_pipeline.batches import BatchSource
 from data_pipeline.config import PairsConfig
-from data_pipeline.token_store import TokenStore
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain import loss
 from pretrain.config import ModelConfig
 from pretrain.evaluate import (

@@ -26,11 +26,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import pretrain.export
-from data_pipeline.batches import BatchSource
+from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import PairsConfig, load_config
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.token_store import TokenStore, Vocabulary
-from pretrain.checkpoint import file_hash, save_checkpoint
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from pretrain.checkpoint import hash_file, save_checkpoint
 from pretrain.config import Config, ModelConfig
 from pretrain.export import (
     check_export_folder,
@@ -612,7 +612,7 @@ def test_the_marker_lists_what_the_export_wrote(run_dir, tmp_path, monkeypatch, 
     assert marker["data_sha256"] == store.manifest["data_sha256"]
     assert marker["files"].keys() == FILES - {"export.json"}
     for name, sha256 in marker["files"].items():
-        assert file_hash(tmp_path / "out" / name) == sha256
+        assert hash_file(tmp_path / "out" / name) == sha256
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -764,7 +764,7 @@ def test_an_interrupted_replacement_loses_nothing_and_goes_on(
     load_export(out)
     run_cli(monkeypatch, run_dir, out)
     assert set(os.listdir(out)) == FILES | {"notes.txt"}
-    assert read_marker(out) == {n: file_hash(out / n) for n in FILES - {"export.json"}}
+    assert read_marker(out) == {n: hash_file(out / n) for n in FILES - {"export.json"}}
     assert json.loads((out / "export.json").read_text())["step"] == 8
 
 
@@ -869,7 +869,7 @@ def test_a_state_with_a_fingerprint_is_exported_as_one_with_a_contract(
     state["fingerprint"] = state.pop("contract")
     (checkpoint / "state.json").write_text(json.dumps(state))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["state.json"] = file_hash(checkpoint / "state.json")
+    manifest["state.json"] = hash_file(checkpoint / "state.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     run_cli(monkeypatch, run_dir, tmp_path / "a")
     run_cli(monkeypatch, tmp_path / "run", tmp_path / "b")

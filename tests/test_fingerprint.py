@@ -10,8 +10,8 @@ from conftest import contents
 from safetensors.torch import load_file
 from test_train import NO_DROPOUT, metrics, newest, train_here
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import load_config
-from data_pipeline.errors import UserError
 from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import Config
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint

@@ -18,8 +18,9 @@ from conftest import contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import report, selection
-from data_pipeline.audit import decode
+from data_pipeline.build.identity import settings_key, store_settings
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import red
 from data_pipeline.config import (
     CorpusConfig,
     DataConfig,
@@ -27,11 +28,9 @@ from data_pipeline.config import (
     VocabConfig,
     load_config,
 )
-from data_pipeline.corpus import list_pieces, text_hash
-from data_pipeline.errors import red
-from data_pipeline.identity import settings_key, store_settings
-from data_pipeline.prepare import prepare
-from data_pipeline.selection import (
+from data_pipeline.corpus import selection
+from data_pipeline.corpus.readers import list_file_chunks, text_hash
+from data_pipeline.corpus.selection import (
     ALL,
     count_bytes,
     find_earlier,
@@ -39,10 +38,17 @@ from data_pipeline.selection import (
     needs_selection,
     share_limit,
 )
-from data_pipeline.token_store import TokenStore, held_out_shortfall, read_manifest, read_vocabulary
+from data_pipeline.report import page as report
+from data_pipeline.report.audit import decode
+from data_pipeline.sampling.token_store import (
+    TokenStore,
+    held_out_shortfall,
+    read_manifest,
+    read_vocabulary,
+)
 from pretrain.config import Config, phases_of
 from pretrain.plan import plan
-from pretrain.start import open_data
+from pretrain.run_setup import open_token_store
 from pretrain.train import train
 
 OTHERS = ("model", "train", "tracking", "export")
@@ -250,7 +256,7 @@ def test_order_workers_and_job_arrays_hold_out_the_same_documents(
     prepare(back, workers=1)
     for _ in range(3):
         for share in ((1, 2), (0, 2)):
-            prepare(array, workers=1, share=share)
+            prepare(array, workers=1, array_task=share)
         prepare(array, workers=1, finish=True)
     assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "array")
     held_out = held_out_of(tmp_path / "one")
@@ -317,7 +323,7 @@ def test_a_large_corpus_that_keeps_duplicates_is_read_once(texts, tmp_path: Path
     config = config_of(texts, tmp_path, deduplicate=False)
     with (
         patch.object(selection, "SURE_BYTES", 1),
-        patch("data_pipeline.prepare.hash_piece", side_effect=AssertionError),
+        patch("data_pipeline.build.prepare.hash_chunk", side_effect=AssertionError),
     ):
         prepare(config, workers=1)
     documents = [d for file in texts for d in Path(file).read_text().split("\n\n")]
@@ -329,16 +335,18 @@ def test_a_corpus_counts_as_large_by_its_share_and_its_bytes(texts, tmp_path: Pa
     packed = tmp_path / "a.txt.gz"
     packed.write_bytes(gzip.compress(b"Text.\n" * 1000))
     size = sum(Path(file).stat().st_size for file in texts)
-    assert count_bytes(list_pieces(CorpusConfig(files=texts))) == size
-    assert count_bytes(list_pieces(CorpusConfig(files=str(packed)))) == 4 * packed.stat().st_size
+    assert count_bytes(list_file_chunks(CorpusConfig(files=texts))) == size
+    assert (
+        count_bytes(list_file_chunks(CorpusConfig(files=str(packed)))) == 4 * packed.stat().st_size
+    )
     corpus = CorpusConfig(files=texts, deduplicate=False, held_out=0.1)
-    pieces = list_pieces(corpus)
+    pieces = list_file_chunks(corpus)
     for bound, expected in ((size // 10 + 1, True), (size // 10 - 1, False)):
         with patch.object(selection, "SURE_BYTES", bound):
             assert needs_selection(corpus, pieces) == expected
     assert not needs_selection(CorpusConfig(deduplicate=False, held_out=0.0), pieces)
     embedded = CorpusConfig(source="python-docs", deduplicate=False)
-    assert needs_selection(embedded, list_pieces(embedded))
+    assert needs_selection(embedded, list_file_chunks(embedded))
 
 
 def test_a_large_corpus_is_judged_by_its_first_pieces(tmp_path: Path) -> None:
@@ -355,7 +363,7 @@ def test_a_large_corpus_is_judged_by_its_first_pieces(tmp_path: Path) -> None:
 
 def test_work_of_a_version_without_a_least_size_is_made_again(texts, tmp_path: Path) -> None:
     config = config_of(texts, tmp_path)
-    given = store_settings(config.corpus, config.vocab, list_pieces(config.corpus), [])
+    given = store_settings(config.corpus, config.vocab, list_file_chunks(config.corpus), [])
     (tmp_path / f"work/{settings_key(given)[:16]}-hashes-00000").mkdir(parents=True)
     prepare(config, workers=1)
     assert held_out_of(tmp_path) and not (tmp_path / "work").exists()
@@ -473,6 +481,6 @@ def test_without_held_out_documents_training_says_so_once(
 
 def test_a_split_that_is_large_enough_is_not_mentioned(small: Path, capsys) -> None:
     config = config_to_train(small, small / "run")
-    with patch("data_pipeline.token_store.HELD_OUT_DOCUMENTS", 2):
-        open_data(config, phases_of(config))
+    with patch("data_pipeline.sampling.token_store.HELD_OUT_DOCUMENTS", 2):
+        open_token_store(config, phases_of(config))
     assert "warning" not in capsys.readouterr().out

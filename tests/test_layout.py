@@ -11,30 +11,35 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # Each module imports only modules before it; a new one has to find its place here.
-ORDER = {
-    "data_pipeline": """errors folders config hashing processes python_docs files corpus identity
-        selection sentences words vocab existing_vocab vocab_report token_store encode assemble
-        prepare pairs masking batches audit report __main__""".split(),
-    "pretrain": """config dropout attention loss objectives model sharding optim fingerprint
-        checkpoint metrics evaluate monitor describe tracking model_card export start train assumed
-        plan __main__""".split(),
-}
-RANKS = {
-    f"{package}.{name}": rank
-    for rank, (package, name) in enumerate(
-        (package, name) for package, names in ORDER.items() for name in names
-    )
-}
+FLOORS = [
+    ("data_pipeline.common", "errors streams system folders"),
+    ("data_pipeline", "config"),
+    ("data_pipeline.sampling", "token_store pairs masking batches baselines"),
+    ("data_pipeline.corpus", "python_docs files readers selection"),
+    ("data_pipeline.vocabulary", "words training existing coverage"),
+    ("data_pipeline.build", "workers identity sentences encode assemble prepare"),
+    ("data_pipeline.report", "audit page __main__"),
+    ("data_pipeline", "__main__"),
+    ("pretrain", "config dropout attention loss objectives model sharding optim fingerprint"),
+    ("pretrain", "checkpoint metrics evaluate monitor describe tracking model_card export"),
+    ("pretrain", "run_setup train assumed plan __main__"),
+]
+NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]
+RANKS = {name: rank for rank, name in enumerate(NAMES)}
+PACKAGES = ("data_pipeline", "pretrain")
 NOT_IN_TRAINING = ("tokenizers", "datasets", "sentencex", "transformers", "wandb", "matplotlib")
 
 
 def read_modules(*folders: str) -> dict[str, ast.Module]:
-    """Dotted name -> syntax tree, of the modules in the folders."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).glob("*.py"))]
-    return {f"{p.parent.name}.{p.stem}": ast.parse(p.read_text(encoding="utf-8")) for p in paths}
+    """Dotted name -> syntax tree, of the modules in the folders and those below."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts): ast.parse(p.read_text("utf-8"))
+        for p in paths
+    }
 
 
-MODULES = read_modules(*ORDER)
+MODULES = read_modules(*PACKAGES)
 
 
 def imports_of(tree: ast.Module) -> set[str]:
@@ -72,7 +77,7 @@ def test_every_module_has_its_floor() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_down(name) -> None:
-    ours = {item for item in imports_of(MODULES[name]) if item.split(".")[0] in ORDER}
+    ours = {item for item in imports_of(MODULES[name]) if item.split(".")[0] in PACKAGES}
     if name.endswith(".__init__"):
         assert not ours
     up = {item for item in ours if RANKS[item] >= RANKS[name]}
@@ -93,8 +98,29 @@ def test_packages_import_neither_scripts_nor_tests() -> None:
 def test_in_data_pipeline_torch_begins_where_tensors_do() -> None:
     users = {name for name, tree in MODULES.items() if "torch" in imports_of(tree)}
     assert {name for name in users if name.startswith("data_pipeline.")} == {
-        "data_pipeline.batches"
+        "data_pipeline.sampling.batches"
     }
+
+
+def test_training_needs_only_the_room_of_sampling_and_the_common_one() -> None:
+    """On a GPU machine nothing of how a store is built has to be there."""
+    needed, todo = set(), ["pretrain.train"]
+    while todo:
+        name = todo.pop()
+        if name not in needed:
+            needed.add(name)
+            todo += [item for item in imports_of(MODULES[name]) if item in MODULES]
+    rooms = {name.rpartition(".")[0] for name in needed if name.startswith("data_pipeline")}
+    assert rooms == {"data_pipeline", "data_pipeline.sampling", "data_pipeline.common"}
+    assert {n for n in needed if n.count(".") == 1 and n.startswith("data")} == {
+        "data_pipeline.config"
+    }
+
+
+def test_nothing_but_the_report_imports_the_report() -> None:
+    for name, tree in MODULES.items():
+        if not name.startswith("data_pipeline.report."):
+            assert not {i for i in imports_of(tree) if i.startswith("data_pipeline.report")}, name
 
 
 def test_importing_the_loop_loads_nothing_that_training_does_not_need() -> None:

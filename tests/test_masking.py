@@ -15,18 +15,18 @@ from reference_pairs import (
     small_vocabulary,
 )
 
-from data_pipeline.batches import BatchSource, build_batch
+from data_pipeline.common.streams import derive_stream, random_u64
 from data_pipeline.config import PairsConfig
-from data_pipeline.hashing import draws, key
-from data_pipeline.masking import choose_words, replace_tokens
-from data_pipeline.pairs import PAIR
+from data_pipeline.sampling.batches import BatchSource, build_batch
+from data_pipeline.sampling.masking import choose_words, replace_tokens
+from data_pipeline.sampling.pairs import PAIR
 
 CLS, SEP, MASK = 2, 3, 4
 hypothesis_settings = settings(max_examples=200, deadline=None, derandomize=True)
 
 
 def streams_of(n: int, seed: int = 0) -> np.ndarray:
-    return draws(key(seed, 0, 4), np.arange(n))
+    return random_u64(derive_stream(seed, 0, 4), np.arange(n))
 
 
 def flat(sequences: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from data_pipeline.batches import Batch, BatchSource
 from data_pipeline.config import PairsConfig
+from data_pipeline.sampling.batches import Batch, BatchSource
 from pretrain.attention import attend_groups, attend_padded
 from pretrain.config import ModelConfig
 from pretrain.export import hf_config, to_hf
-from pretrain.model import FILL, BertForPreTraining
+from pretrain.model import TOKEN_MULTIPLE, BertForPreTraining
 
 TINY = ModelConfig(
     hidden_size=32,
@@ -302,7 +302,7 @@ def test_no_linear_layer_computes_on_padding_but_to_the_next_multiple(
     masked = len(batch.masked_labels)
     assert tokens < sequences * batch.max_length and masked < tokens
     # query, key and value in one product, out, up and down; both products of both heads
-    filled = -(-tokens // FILL) * FILL
+    filled = -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
     wanted = [filled] * 4 * TINY.num_hidden_layers + [masked] * 2 + [sequences] * 2
     assert sorted(rows) == sorted(wanted)
     assert mlm_logits.shape == (masked, len(vocabulary))
@@ -337,7 +337,7 @@ def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr("pretrain.model.attend", attend_padded)  # as on a GPU
-    monkeypatch.setattr("pretrain.model.FILL", 1)
+    monkeypatch.setattr("pretrain.model.TOKEN_MULTIPLE", 1)
     torch._dynamo.reset()
     counters.clear()
     plain, compiled = (build(replace(TINY, num_hidden_layers=3), len(vocabulary)) for _ in "ab")

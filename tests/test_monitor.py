@@ -10,9 +10,9 @@ import pytest
 import torch
 from test_train import assert_same_run, metrics, newest, run, train_here
 
-from data_pipeline.batches import BatchSource
 from data_pipeline.config import PairsConfig
-from data_pipeline.token_store import TokenStore
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import TrainConfig
 from pretrain.model import BertForPreTraining
@@ -111,13 +111,13 @@ def test_two_processes_stop_together_and_one_says_why(prepared: Path, tmp_path: 
 def test_skips_stop_a_run_only_when_they_follow_each_other() -> None:
     monitor, said = build()
     for step in range(100):
-        monitor.is_sound(step, math.inf if step % MOST_SKIPPED else 1.0)
-        assert not monitor.is_lost()
-    assert monitor.is_sound(100, 1.0)
+        monitor.has_finite_gradient(step, math.inf if step % MOST_SKIPPED else 1.0)
+        assert not monitor.should_abort()
+    assert monitor.has_finite_gradient(100, 1.0)
     for step in range(101, 101 + MOST_SKIPPED):
-        assert not monitor.is_lost()
-        assert not monitor.is_sound(step, math.nan)
-    assert monitor.is_lost() and len(said) == 1
+        assert not monitor.should_abort()
+        assert not monitor.has_finite_gradient(step, math.nan)
+    assert monitor.should_abort() and len(said) == 1
 
 
 # ------------------------------------------------------------------------------ warnings
@@ -126,9 +126,9 @@ def test_skips_stop_a_run_only_when_they_follow_each_other() -> None:
 def test_a_sound_run_is_told_nothing() -> None:
     monitor, said = build()
     for step in range(1000):
-        assert monitor.is_sound(step, 1 + step % 3)
+        assert monitor.has_finite_gradient(step, 1 + step % 3)
         if step % 10 == 9:
-            assert monitor.judge(step + 1, SOUND, 1000) == {"train/skipped_steps": 0}
+            assert monitor.check_health(step + 1, SOUND, 1000) == {"train/skipped_steps": 0}
     assert not said
 
 
@@ -143,7 +143,7 @@ def test_a_sound_run_is_told_nothing() -> None:
 def test_each_trouble_is_named_once_and_no_other(change: dict, named: str) -> None:
     monitor, said = build()
     for done in range(10, 1001, 10):
-        monitor.judge(done, SOUND | change, 1000)
+        monitor.check_health(done, SOUND | change, 1000)
     assert len(said) == 1 and named in said[0]
     again, more = build(monitor.state)
     again.judge(500, SOUND | change, 1000)
@@ -153,18 +153,20 @@ def test_each_trouble_is_named_once_and_no_other(change: dict, named: str) -> No
 def test_what_is_slow_to_learn_is_given_half_of_the_run() -> None:
     monitor, said = build()
     for done in range(10, 500, 10):
-        monitor.judge(done, SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}, 1000)
+        monitor.check_health(done, SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}, 1000)
     assert not said
-    monitor.judge(500, SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}, 1000)
+    monitor.check_health(500, SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}, 1000)
     assert len(said) == 2
 
 
 def test_a_gradient_far_above_the_usual_is_named_and_used() -> None:
     monitor, said = build()
     for step in range(NORMS):
-        monitor.is_sound(step, 100.0 if step == 3 else 1.0)  # early steps may be anything
+        monitor.has_finite_gradient(
+            step, 100.0 if step == 3 else 1.0
+        )  # early steps may be anything
     assert not said
-    assert monitor.is_sound(NORMS, 11.0)
+    assert monitor.has_finite_gradient(NORMS, 11.0)
     assert "has norm 11, the median is 1" in said[0]
 
 

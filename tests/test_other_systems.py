@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.processes import count_cpus, die_with_parent
-from pretrain.start import cpu_supports, keep_freed_memory
+from data_pipeline.common.system import count_cpus, die_with_parent
+from pretrain.run_setup import cpu_supports, keep_freed_memory
 
 # What a Mac lacks is taken away once everything is imported; then the journey from text to export.
 MACOS = """
 import ctypes, os, platform, sys
 import accelerate, datasets, tokenizers, torch
-import data_pipeline.prepare, pretrain.export, pretrain.train
+import data_pipeline.build.prepare, pretrain.export, pretrain.train
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.errors import run_command
+from data_pipeline.common.errors import run_command
 from pretrain.config import Config
 
 class Library:  # libSystem: no prctl, no mallopt
@@ -39,7 +39,7 @@ config, run_dir = sys.argv[1:3]
 overrides = [f"run_dir={run_dir}/run", f"data_dir={run_dir}/data", "train.max_steps=2",
              "train.warmup_steps=0", "train.precision=auto"]
 others = ("model", "train", "tracking", "export")
-run_command(lambda: data_pipeline.prepare.prepare(
+run_command(lambda: data_pipeline.build.prepare.prepare(
     load_config(DataConfig, config, overrides, others=others), workers=1))
 run_command(lambda: pretrain.train.train(load_config(Config, config, overrides)))
 """

@@ -1,4 +1,4 @@
-"""Sentence pairs: every rule of `data_pipeline.pairs` against a slow rendering of it, and the
+"""Sentence pairs: every rule of `sampling.pairs` against a slow rendering of it, and the
 properties that the rules exist for, on real text and on corpora of awkward shapes."""
 
 from unittest import mock
@@ -19,10 +19,10 @@ from reference_pairs import (
     segments_of,
 )
 
-from data_pipeline import hashing
-from data_pipeline import pairs as module
-from data_pipeline.errors import UserError
-from data_pipeline.pairs import cut_segments, draw_pairs
+from data_pipeline.common import streams as hashing
+from data_pipeline.common.errors import UserError
+from data_pipeline.sampling import pairs as module
+from data_pipeline.sampling.pairs import cut_segments, draw_pairs
 
 LENGTHS = [32, 64, 128, 512]
 RULES = {"objective": "nsp", "short_seq_prob": 0.1, "seed": 3, "epoch": 0}

@@ -8,14 +8,14 @@ import pytest
 import torch
 from test_train import assert_same_run, metrics, newest, run, train_here
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.streams import Stream, derive_stream
 from data_pipeline.config import load_config
-from data_pipeline.errors import UserError
-from data_pipeline.hashing import Stream, key
-from data_pipeline.token_store import TokenStore
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, PhaseConfig, phase_at, phases_of
 from pretrain.optim import learning_rate
-from pretrain.start import build_sources
+from pretrain.run_setup import build_sources
 from pretrain.train import dropout_seed, read_steps
 
 CONTINUED = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 128, global_batch_size: 8, "
@@ -94,14 +94,16 @@ def test_the_loop_sets_these_rates(prepared: Path, straight: Path) -> None:
 def test_no_two_streams_of_random_numbers_are_the_same() -> None:
     """The seed of phase 1 was once the stream that deals the parts of epoch 1."""
     assert len(set(Stream)) == len(Stream.__members__) == 9
-    streams = {key(7, i, stream) for i in range(100) for stream in Stream}
+    streams = {derive_stream(7, i, stream) for i in range(100) for stream in Stream}
     assert len(streams) == 900
     config = Config(seed=7)
     config.train.phases = [PhaseConfig(steps=0.5), PhaseConfig(steps=0.5)]
     assert phases_of(config)[1].seed not in {
-        int(key(7, 1, s)) for s in Stream if s.name != "PHASES"
+        int(derive_stream(7, 1, s)) for s in Stream if s.name != "PHASES"
     }
-    assert dropout_seed(7, 5, 2) not in {int(key(7, 5, s, 2) >> np.uint64(1)) for s in range(7)}
+    assert dropout_seed(7, 5, 2) not in {
+        int(derive_stream(7, 5, s, 2) >> np.uint64(1)) for s in range(7)
+    }
 
 
 def test_lengths_and_batch_sizes_change_where_a_phase_begins(prepared, store) -> None:

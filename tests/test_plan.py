@@ -10,10 +10,10 @@ import torch
 from accelerate import Accelerator
 from test_train import train_here
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config
-from data_pipeline.errors import UserError
-from data_pipeline.token_store import TokenStore
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain import plan
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config, phases_of

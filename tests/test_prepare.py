@@ -14,12 +14,13 @@ import pytest
 from conftest import contents
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.sentences import sentence_splitter, split_sentences
+from data_pipeline.build.workers import Task, run_tasks
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
-from data_pipeline.errors import UserError
-from data_pipeline.prepare import prepare
-from data_pipeline.processes import Task, run_tasks, written_beside
-from data_pipeline.sentences import sentence_splitter, split_sentences
-from data_pipeline.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 
 ROOT = Path(__file__).parents[1]
 SPLITS = ("train", "held_out")
@@ -131,9 +132,9 @@ def test_the_order_of_files_changes_the_order_of_documents_only(files, tmp_path)
 
 @pytest.mark.parametrize("batch", [1, 3, 7])
 def test_batches_leave_no_trace(files, tmp_path: Path, monkeypatch, uninterrupted, batch: int):
-    monkeypatch.setattr("data_pipeline.encode.BATCH_SENTENCES", batch)
-    monkeypatch.setattr("data_pipeline.encode.BATCH_WORDS", batch)
-    monkeypatch.setattr("data_pipeline.encode.BATCH_CHARACTERS", 100 * batch)
+    monkeypatch.setattr("data_pipeline.build.encode.BATCH_SENTENCES", batch)
+    monkeypatch.setattr("data_pipeline.build.encode.BATCH_WORDS", batch)
+    monkeypatch.setattr("data_pipeline.build.encode.BATCH_CHARACTERS", 100 * batch)
     prepare(config_of(files, tmp_path / "data"), workers=1)
     assert contents(tmp_path / "data") == uninterrupted
 
@@ -148,7 +149,9 @@ def test_two_workers_write_the_bytes_of_one(files, uninterrupted, tmp_path: Path
 
 KILLED = """
 import os, signal, sys
-from data_pipeline import assemble, encode, prepare
+from data_pipeline.build import assemble
+from data_pipeline.build import encode
+from data_pipeline.build import prepare
 from data_pipeline.__main__ import main
 
 name, calls, sys.argv[1:] = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
@@ -183,11 +186,11 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     assert done
 
     reread = []
-    import data_pipeline.prepare as module
+    import data_pipeline.build.prepare as module
 
     with pytest.MonkeyPatch.context() as patch:
-        real = module.scan_piece
-        patch.setattr(module, "scan_piece", lambda *task: (reread.append(task), real(*task)))
+        real = module.scan_chunk
+        patch.setattr(module, "scan_chunk", lambda *task: (reread.append(task), real(*task)))
         prepare(config_of(files, tmp_path / "data"), workers=1)
     assert len(reread) == (2 if where == "read_selected" else 0)  # what was complete is kept
     assert contents(tmp_path / "data") == uninterrupted
@@ -203,11 +206,11 @@ def test_a_worker_that_is_killed_is_an_error():
 
 
 def test_a_folder_is_there_when_all_of_it_is(tmp_path: Path):
-    with pytest.raises(KeyError), written_beside(tmp_path / "out") as folder:
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "out") as folder:
         (folder / "half").write_text("half")
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-    with written_beside(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out") as folder:
         (folder / "whole").write_text("whole")
         assert not (tmp_path / "out").exists()
     assert contents(tmp_path) == {"out/whole": b"whole"}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import python_docs
-from data_pipeline.python_docs import list_modules, prose, read_module, read_python_docs
+from data_pipeline.corpus import python_docs
+from data_pipeline.corpus.python_docs import list_modules, prose, read_module, read_python_docs
 
 SENTENCE = "The kettle sings softly when the water begins to boil."
 

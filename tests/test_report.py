@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_pairs import make_store, small_vocabulary
 
-from data_pipeline import audit, report
-from data_pipeline.batches import BatchSource
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, PairsConfig, load_config
-from data_pipeline.errors import UserError
-from data_pipeline.pairs import PAIR
+from data_pipeline.report import audit
+from data_pipeline.report import page as report
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.pairs import PAIR
 
 ROOT = Path(__file__).parent.parent
 OTHERS = ("model", "train", "tracking", "export")
@@ -401,7 +402,7 @@ def test_a_store_that_does_not_name_its_sources_has_a_page(result) -> None:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "data_pipeline.report", *map(str, arguments)]
+    command = [sys.executable, "-m", "data_pipeline.report.page", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -17,15 +17,17 @@ import psutil
 import pytest
 from conftest import contents
 
-import data_pipeline.prepare as module
-from data_pipeline import processes, selection
-from data_pipeline.assemble import verify
+import data_pipeline.build.prepare as module
+from data_pipeline.build import workers as processes
+from data_pipeline.build.assemble import verify
+from data_pipeline.build.prepare import prepare, scan_tasks
+from data_pipeline.build.workers import Task, run_tasks
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import atomic_folder, lock_folder
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
-from data_pipeline.corpus import Piece
-from data_pipeline.errors import UserError
-from data_pipeline.prepare import prepare, scan_tasks
-from data_pipeline.processes import Task, locked, run_tasks, written_beside
-from data_pipeline.selection import Selection
+from data_pipeline.corpus import selection
+from data_pipeline.corpus.readers import FileChunk
+from data_pipeline.corpus.selection import Selection
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 60  # seconds that anything here may take on a busy machine
@@ -82,7 +84,7 @@ def die_in_the_middle(out: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def scan_or_die_once(piece: Piece, out: Path, *rest) -> None:
+def scan_or_die_once(piece: FileChunk, out: Path, *rest) -> None:
     died = Path(f"{out.parents[2]}/died")
     if out.name.endswith("00002") and not died.exists():
         died.touch()
@@ -90,19 +92,19 @@ def scan_or_die_once(piece: Piece, out: Path, *rest) -> None:
     real_scan(piece, out, *rest)
 
 
-def scan_or_die(piece: Piece, out: Path, *rest) -> None:
+def scan_or_die(piece: FileChunk, out: Path, *rest) -> None:
     if out.name.endswith("00002"):
         die_in_the_middle(out)
     real_scan(piece, out, *rest)
 
 
-real_scan = module.scan_piece
+real_scan = module.scan_chunk
 
 
 def test_a_cluster_that_loses_a_worker_writes_the_same_bytes(
     files, finished, tmp_path: Path, cluster: str, monkeypatch
 ):
-    monkeypatch.setattr(module, "scan_piece", scan_or_die_once)
+    monkeypatch.setattr(module, "scan_chunk", scan_or_die_once)
     prepare(config_of(files, tmp_path / "data"), cluster=cluster)
     assert (tmp_path / "died").exists()
     assert contents(tmp_path / "data") == contents(finished)
@@ -112,7 +114,7 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_bytes(
 def test_a_piece_that_kills_every_worker_of_a_cluster_is_named(
     files, tmp_path: Path, cluster: str, monkeypatch
 ):
-    monkeypatch.setattr(module, "scan_piece", scan_or_die)
+    monkeypatch.setattr(module, "scan_chunk", scan_or_die)
     with pytest.raises(UserError, match=r"killed while reading scan-00002 \(.*2\.txt\) \("):
         prepare(config_of(files, tmp_path / "data"), cluster=cluster)
 
@@ -160,11 +162,11 @@ def test_without_dask_the_extra_is_named(files, tmp_path: Path, monkeypatch):
 def test_a_job_array_writes_the_same_bytes(files, finished, tmp_path: Path):
     config = config_of(files, tmp_path)
     for share in ((2, 3), (0, 3), (1, 3)):
-        prepare(config, workers=1, share=share)
+        prepare(config, workers=1, array_task=share)
     assert len(finished_folders(tmp_path)) == 4
     prepare(config, workers=1, finish=True)
     for share in ((1, 2), (0, 2)):  # another array may have another number
-        prepare(config, workers=1, share=share)
+        prepare(config, workers=1, array_task=share)
     prepare(config, workers=1, finish=True)
     assert contents(tmp_path) == contents(finished)
     assert not (tmp_path / "work").exists()
@@ -179,7 +181,7 @@ def test_an_array_that_drops_duplicates_compares_before_it_reads(files, tmp_path
         config.corpus.deduplicate = True
         for stage in range(3 if name == "array" else 0):
             for share in ((1, 2), (0, 2)):
-                prepare(config, workers=1, share=share)
+                prepare(config, workers=1, array_task=share)
             if stage < 2:
                 prepare(config, workers=1, finish=True)
         prepare(config, workers=1, finish=name == "array")
@@ -190,7 +192,7 @@ def test_an_array_that_drops_duplicates_compares_before_it_reads(files, tmp_path
 def test_an_array_task_touches_its_own_pieces_only(files, tmp_path: Path):
     work = tmp_path / "work"
     (work / f"{16 * '0'}-shard-00007.tmp").mkdir(parents=True)  # that another task is writing
-    prepare(config_of(files, tmp_path), workers=1, share=(1, 2))
+    prepare(config_of(files, tmp_path), workers=1, array_task=(1, 2))
     assert sorted(name[16:] for name in finished_folders(tmp_path)) == [
         "-scan-00001",
         "-scan-00003",
@@ -200,10 +202,10 @@ def test_an_array_task_touches_its_own_pieces_only(files, tmp_path: Path):
 
 def test_finish_says_what_is_missing_and_the_plain_command_does_it(files, finished, tmp_path: Path):
     config = config_of(files, tmp_path)
-    prepare(config, workers=1, share=(1, 2))
+    prepare(config, workers=1, array_task=(1, 2))
     with pytest.raises(UserError, match=r"2 of 4 pieces .*reading.*scan-00000 \(.*0\.txt\)"):
         prepare(config, workers=1, finish=True)
-    prepare(config, workers=1, share=(0, 2))
+    prepare(config, workers=1, array_task=(0, 2))
     prepare(config, workers=1, finish=True)
     with pytest.raises(UserError, match=r"4 of 4 pieces .*encoding.*shard-00000"):
         prepare(config, workers=1, finish=True)
@@ -260,14 +262,14 @@ def test_a_killed_worker_stops_the_command_which_names_its_piece_and_goes_on_lat
     files, finished, tmp_path: Path, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(module, "scan_piece", scan_or_die)
+        patch.setattr(module, "scan_chunk", scan_or_die)
         with pytest.raises(UserError, match=r"killed while reading .*scan-00002 \(.*2\.txt\)") as e:
             prepare(config_of(files, tmp_path), workers=2)
     assert str(e.value).count("scan-") <= 2  # as many as there were workers
     kept = finished_folders(tmp_path)
     assert kept
     again = []
-    monkeypatch.setattr(module, "scan_piece", lambda *task: (again.append(task), real_scan(*task)))
+    monkeypatch.setattr(module, "scan_chunk", lambda *task: (again.append(task), real_scan(*task)))
     prepare(config_of(files, tmp_path), workers=1)
     assert len(again) == 4 - len(kept) and not kept & {out.name for _, out, *_ in again}
     assert contents(tmp_path) == contents(finished)
@@ -277,7 +279,7 @@ def test_a_killed_worker_stops_the_command_which_names_its_piece_and_goes_on_lat
 SLEEP = """
 import sys, time
 from pathlib import Path
-from data_pipeline.processes import Task, run_tasks
+from data_pipeline.build.workers import Task, run_tasks
 
 def work(marker):
     Path(marker).touch()
@@ -319,12 +321,12 @@ def wait_for(condition):
 
 def test_a_second_command_in_the_same_folder_stops_with_one_line(files, tmp_path: Path):
     config = config_of(files, tmp_path)
-    with locked(tmp_path), pytest.raises(UserError, match="another command is at work in"):
+    with lock_folder(tmp_path), pytest.raises(UserError, match="another command is at work in"):
         prepare(config, workers=1)
-    with locked(tmp_path), pytest.raises(UserError, match="another command is at work in"):
-        prepare(config, workers=1, share=(0, 2))
-    with locked(tmp_path, shared=True):
-        prepare(config, workers=1, share=(0, 2))
+    with lock_folder(tmp_path), pytest.raises(UserError, match="another command is at work in"):
+        prepare(config, workers=1, array_task=(0, 2))
+    with lock_folder(tmp_path, shared=True):
+        prepare(config, workers=1, array_task=(0, 2))
         with pytest.raises(UserError, match="another command is at work in"):
             prepare(config, workers=1)
     prepare(config, workers=1)
@@ -340,9 +342,9 @@ def test_work_that_a_kill_after_the_manifest_left_is_removed(files, finished, tm
 
 def test_of_two_who_write_one_result_both_end_and_one_stays(tmp_path: Path):
     out = tmp_path / "out"
-    with written_beside(out, shared=True) as slow:
+    with atomic_folder(out, shared=True) as slow:
         (slow / "file").write_text("same")
-        with written_beside(out, shared=True) as fast:
+        with atomic_folder(out, shared=True) as fast:
             (fast / "file").write_text("same")
         inode = (out / "file").stat().st_ino
     assert (out / "file").stat().st_ino == inode
@@ -353,9 +355,9 @@ def test_the_bar_counts_bytes_and_goes_on_where_it_was(tmp_path: Path, capsys, m
     (tmp_path / "a.txt").write_bytes(b"x" * 1000)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"y" * 1000))
     pieces = [
-        Piece(str(tmp_path / "a.txt"), "line", 0, 300, "v"),
-        Piece(str(tmp_path / "a.txt"), "line", 300, 1000, "v"),
-        Piece(str(tmp_path / "b.txt.gz"), "line", version="v"),
+        FileChunk(str(tmp_path / "a.txt"), "line", 0, 300, "v"),
+        FileChunk(str(tmp_path / "a.txt"), "line", 300, 1000, "v"),
+        FileChunk(str(tmp_path / "b.txt.gz"), "line", version="v"),
     ]
     tasks = scan_tasks(
         pieces, [tmp_path / f"{'k' * 16}-{i}" for i in range(3)], DataConfig(), [Selection()] * 3
@@ -410,9 +412,9 @@ def test_a_sound_store_is_verified_and_any_changed_file_is_named(finished: Path,
 def test_shards_of_another_vocabulary_are_not_taken_for_ours(files, finished, tmp_path: Path):
     config = config_of(files, tmp_path)
     for share in ((0, 2), (1, 2)):
-        prepare(config, workers=1, share=share)
+        prepare(config, workers=1, array_task=share)
     prepare(config, workers=1, finish=True)
-    prepare(config, workers=1, share=(0, 1))
+    prepare(config, workers=1, array_task=(0, 1))
     vocab = next((tmp_path / "work").glob("*-vocab"))
     lines = (vocab / "vocab.txt").read_text().splitlines()
     lines[-2:] = lines[:-3:-1]  # another vocabulary: its last two pieces change places

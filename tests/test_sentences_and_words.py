@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from data_pipeline.build.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
 from data_pipeline.config import VocabConfig
-from data_pipeline.corpus import sound
-from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
-from data_pipeline.vocab import build_normalizer
-from data_pipeline.words import END, SHORT, WordIndex, WordSplitter, number_words
+from data_pipeline.corpus.readers import clean_text
+from data_pipeline.vocabulary.training import build_normalizer
+from data_pipeline.vocabulary.words import END, SHORT, WordIndex, WordSplitter, number_words
 
 FEW = settings(max_examples=200, deadline=None)
 # every plane; surrogates are no text, and a corpus has no control characters left
@@ -159,7 +159,7 @@ def test_every_character_splits_words_as_in_tokenizers(variant: str):
 @FEW
 @given(st.lists(TEXT | PROSE, max_size=6))
 def test_sentences_become_numbers_of_words(sentences: list[str]):
-    sentences = [sound(sentence) for sentence in sentences]
+    sentences = [clean_text(sentence) for sentence in sentences]
     index = WordIndex({END: 0})
     numbers, sizes = number_words(sentences, splitter_of("uncased"), index)
     names = [word.decode() for word in index]
@@ -172,7 +172,7 @@ def test_sentences_become_numbers_of_words(sentences: list[str]):
 
 @pytest.mark.parametrize("slots", [1, 8, 1 << 12])
 def test_words_that_share_a_place_keep_their_numbers(slots: int, monkeypatch):
-    monkeypatch.setattr("data_pipeline.words.SLOTS", slots)
+    monkeypatch.setattr("data_pipeline.vocabulary.words.SLOTS", slots)
     rng, index = random.Random(0), WordIndex({END: 0})
     sizes = [*range(1, SHORT + 4), 99]
     words = ["é" * (size // 2) + "x" * (size % 2) + tail for size in sizes for tail in ("", "y")]

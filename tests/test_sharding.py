@@ -9,7 +9,7 @@ import torch
 import yaml
 from test_train import ROOT, metrics, newest, run, train_here
 
-from data_pipeline.errors import UserError
+from data_pipeline.common.errors import UserError
 from pretrain.sharding import asks_for_shards, clip_gradients
 
 SHARDS = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

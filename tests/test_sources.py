@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import corpus
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import (
     CorpusConfig,
     DataConfig,
@@ -26,12 +28,10 @@ from data_pipeline.config import (
     VocabConfig,
     load_config,
 )
-from data_pipeline.errors import UserError
-from data_pipeline.pairs import number_texts
-from data_pipeline.prepare import prepare
-from data_pipeline.selection import share_limit, share_pieces
-from data_pipeline.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
-from data_pipeline.token_store import TokenStore, read_vocabulary
+from data_pipeline.corpus import readers as corpus
+from data_pipeline.corpus.selection import share_limit, share_pieces
+from data_pipeline.sampling.pairs import number_texts
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 
 FEW = settings(max_examples=100, deadline=None)
 ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n\n Four.\x07", ""]
@@ -41,7 +41,7 @@ READ_ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n Four. "]
 def read_all(config: CorpusConfig) -> list[str]:
     return [
         document
-        for piece in corpus.list_pieces(config)
+        for piece in corpus.list_file_chunks(config)
         for document in corpus.read_documents(
             piece, config.each_source()[piece.source], corpus.Rejects()
         )

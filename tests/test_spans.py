@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.common.streams import random_u64
 from data_pipeline.config import PairsConfig
-from data_pipeline.hashing import draws
-from data_pipeline.masking import LONGEST_SPAN, SPAN_P, starts_span
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.masking import LONGEST_SPAN, SPAN_P, starts_span
 
 SPAN = PairsConfig(max_seq_length=64, masking="span")
 
@@ -22,7 +22,7 @@ def slow_starts(sizes: list[int], streams: np.ndarray) -> list[bool]:
         while place < size:
             starts[place] = True
             counter = np.array([(number % 2 + 1) * (1 << 40) + j])
-            u = int(draws(streams[[number // 2]], counter)[0] >> np.uint64(11)) * 2.0**-53
+            u = int(random_u64(streams[[number // 2]], counter)[0] >> np.uint64(11)) * 2.0**-53
             length, passed = 1, weights[0] / sum(weights)
             while u >= passed:
                 passed += weights[length] / sum(weights)
@@ -35,13 +35,13 @@ def slow_starts(sizes: list[int], streams: np.ndarray) -> list[bool]:
 def test_spans_are_laid_out_as_by_hand() -> None:
     draw = random.Random(0)
     sizes = [draw.randrange(0, 40) for _ in range(60)]
-    streams = draws(np.uint64(1), np.arange(30))
+    streams = random_u64(np.uint64(1), np.arange(30))
     segment = np.repeat(np.arange(60), sizes)
     assert starts_span(segment, streams).tolist() == slow_starts(sizes, streams)
 
 
 def test_lengths_of_spans_are_geometric() -> None:
-    streams = draws(np.uint64(2), np.arange(500))
+    streams = random_u64(np.uint64(2), np.arange(500))
     starts = starts_span(np.repeat(np.arange(1000), 200), streams)
     ends = np.append(np.flatnonzero(starts)[1:], len(starts))
     # the last span of a segment may be cut: only those that end before its last ten words

@@ -15,7 +15,7 @@ from test_train import CPU_2, train_here
 APART = """
 import os, sys
 from data_pipeline.config import load_config
-from data_pipeline.errors import run_command
+from data_pipeline.common.errors import run_command
 from pretrain.config import Config
 from pretrain.train import train
 config, other, *overrides = sys.argv[1:]
@@ -80,7 +80,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     script = """
 import re, sys, torch
 from pathlib import Path
-from pretrain.start import keep_freed_memory
+from pretrain.run_setup import keep_freed_memory
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024

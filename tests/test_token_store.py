@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_pairs import make_store
 
-from data_pipeline import token_store
-from data_pipeline.assemble import join_bits, verify, write_array
-from data_pipeline.batches import BatchSource
+from data_pipeline.build.assemble import join_bits, verify, write_array
+from data_pipeline.build.identity import list_differences, settings_key, store_settings
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import MARKER
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
-from data_pipeline.errors import UserError
-from data_pipeline.folders import MARKER
-from data_pipeline.identity import list_differences, settings_key, store_settings
-from data_pipeline.prepare import prepare
-from data_pipeline.token_store import (
+from data_pipeline.sampling import token_store
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import (
     StoreView,
     TokenStore,
     count_parts,
@@ -286,7 +286,7 @@ def test_a_folder_of_the_users_is_refused_before_anything_is_written(
 
 def test_files_beside_ours_stay_where_they_are(files, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    prepare(config_of(files, tmp_path), workers=1, share=(0, 2))
+    prepare(config_of(files, tmp_path), workers=1, array_task=(0, 2))
     mine = {"notes.txt", "work/mine.txt", "vocab/mine.txt"}
     for name in mine:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -298,7 +298,7 @@ def test_files_beside_ours_stay_where_they_are(files, tmp_path: Path) -> None:
 
 
 def test_what_a_user_put_into_the_store_stops_the_command(files, tmp_path: Path) -> None:
-    prepare(config_of(files, tmp_path), workers=1, share=(0, 2))
+    prepare(config_of(files, tmp_path), workers=1, array_task=(0, 2))
     (tmp_path / "store").mkdir()
     (tmp_path / "store/mine.txt").write_text("mine")
     with pytest.raises(UserError, match="is no token store and holds mine.txt"):

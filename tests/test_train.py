@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config
-from data_pipeline.errors import UserError
-from data_pipeline.prepare import prepare
+from data_pipeline.sampling.batches import BatchSource
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, ModelConfig
 from pretrain.model import BertForPreTraining

@@ -15,11 +15,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import VocabConfig
-from data_pipeline.corpus import sound
-from data_pipeline.errors import UserError
-from data_pipeline.token_store import Vocabulary
-from data_pipeline.vocab import (
+from data_pipeline.corpus.readers import clean_text
+from data_pipeline.sampling.token_store import Vocabulary
+from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     SPECIAL_TOKENS,
     build_normalizer,
@@ -28,7 +28,7 @@ from data_pipeline.vocab import (
     train_wordpiece,
     write_tokenizer,
 )
-from data_pipeline.words import WordSplitter
+from data_pipeline.vocabulary.words import WordSplitter
 
 FEW = settings(max_examples=100, deadline=None)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80) | st.text(
@@ -102,7 +102,7 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 from data_pipeline.config import VocabConfig
-from data_pipeline.vocab import train_wordpiece, write_tokenizer
+from data_pipeline.vocabulary.training import train_wordpiece, write_tokenizer
 counts = json.loads(Path(sys.argv[1]).read_text())
 vocab = VocabConfig(size=600)
 write_tokenizer(Path(sys.argv[2]), train_wordpiece(counts, vocab), vocab)
@@ -200,7 +200,7 @@ def test_everyone_who_loads_the_files_gets_the_ids_of_the_store(prepared: Path, 
     # The libraries take a special token's name in a text for the token; the store keeps it text.
     assume(not any(token in text for token in SPECIAL_TOKENS))
     auto, rust = load(prepared / "data/vocab")
-    text = sound(text)  # control characters: the corpus makes them spaces, BERT drops them
+    text = clean_text(text)  # control characters: the corpus makes them spaces, BERT drops them
     ids = rust.encode(text).ids
     assert auto(text)["input_ids"] == ids
     words = [word.decode() for word in splitter(True)(text) if word != b"\0"]

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.batches import BatchSource
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
-from data_pipeline.errors import UserError
-from data_pipeline.existing_vocab import read_existing
-from data_pipeline.prepare import prepare
-from data_pipeline.token_store import TokenStore, read_vocabulary
-from data_pipeline.vocab import (
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.vocabulary.coverage import print_report, report_vocabulary
+from data_pipeline.vocabulary.existing import read_existing
+from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     SPECIAL_TOKENS,
     WordCounts,
@@ -26,7 +27,6 @@ from data_pipeline.vocab import (
     train_wordpiece,
     write_tokenizer,
 )
-from data_pipeline.vocab_report import print_report, report_vocabulary
 from pretrain.config import Config
 from pretrain.train import train
 
@@ -89,7 +89,7 @@ def test_merges_are_those_of_counting_all_pairs_anew_each_time(words, min_freque
 )
 def test_counts_in_bounded_memory_are_short_by_no_more_than_they_say(parts, limit: int):
     table, true = WordCounts(), Counter()
-    with patch("data_pipeline.vocab.MAX_WORDS", limit):
+    with patch("data_pipeline.vocabulary.training.MAX_WORDS", limit):
         for part in parts:
             table.add(part.items())
             true.update(part)
@@ -120,7 +120,7 @@ def test_a_full_table_gives_the_same_files_for_any_number_of_workers(
             corpus=CorpusConfig(files=str(tmp_path / "*.txt"), held_out=0.1),
             vocab=VocabConfig(size=512),
         )
-        with patch("data_pipeline.vocab.MAX_WORDS", 2000):
+        with patch("data_pipeline.vocabulary.training.MAX_WORDS", 2000):
             prepare(config, workers)
         written.append({p.name: p.read_bytes() for p in (tmp_path / f"{workers}/vocab").iterdir()})
     assert written[0] == written[1]

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import MIN_VOCAB_SIZE, VocabConfig
-from data_pipeline.errors import UserError
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 DEFAULT_SIZE = 30522  # BERT's

@@ -1,6 +1,6 @@
 """Beside the journey, after the audit: the **report**, a page that shows what a run will train on.
 
-`python -m data_pipeline.report CONFIG [key=value ...]` writes `data_dir/report.html` and
+`python -m data_pipeline.report.page CONFIG [key=value ...]` writes `data_dir/report.html` and
 `data_dir/report.json`.
 """
 
@@ -11,12 +11,12 @@ import math
 import re
 from pathlib import Path
 
-from data_pipeline.audit import CHINESE, LONG, audit_store, percent, pieces_name
+from data_pipeline.common.errors import red
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig, load_config
-from data_pipeline.corpus import left_out
-from data_pipeline.errors import red, run_command
-from data_pipeline.pairs import LABELS
-from data_pipeline.token_store import TokenStore, held_out_shortfall, read_vocabulary
+from data_pipeline.corpus.readers import left_out
+from data_pipeline.report.audit import CHINESE, LONG, audit_store, percent, pieces_name
+from data_pipeline.sampling.pairs import LABELS
+from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
 
 KINDS = {"mask": "[MASK]", "random": "a random piece in its place", "kept": "kept as it was"}
 FIGURE = re.compile(r"([≤≥] )?[\d,.]+( %| of [\d,]+)?( ± [\d.]+)?|")
@@ -359,6 +359,7 @@ def write_report(result: dict) -> None:
 
 
 def main() -> None:
+    """Write the report of a prepared corpus, and print its checks."""
     parser = argparse.ArgumentParser(prog="python -m data_pipeline.report", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -373,7 +374,3 @@ def main() -> None:
     if shortfall := held_out_shortfall(result["store"]):
         print(red(f"warning: {shortfall}"))
     write_report(result)
-
-
-if __name__ == "__main__":
-    run_command(main)

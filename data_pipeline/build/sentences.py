@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
-from data_pipeline.errors import UserError
+from data_pipeline.common.errors import UserError
 
 MAX_CHARACTERS = 2000  # of a sentence; longer ones (logs, tables, missing full stops) are cut
 LONGEST_FRAGMENT = 12  # characters: what is longer is taken for a sentence unseen

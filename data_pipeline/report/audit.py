@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from data_pipeline.batches import BatchSource, build_batch
+from data_pipeline.common.streams import derive_stream, random_u64
 from data_pipeline.config import PairsConfig
-from data_pipeline.hashing import draws, key
-from data_pipeline.masking import LONGEST_SPAN
-from data_pipeline.pairs import PAIR
-from data_pipeline.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.baselines import accuracy, half_of, ranges
+from data_pipeline.sampling.batches import BatchSource, build_batch
+from data_pipeline.sampling.masking import LONGEST_SPAN
+from data_pipeline.sampling.pairs import PAIR
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 
 PAIRS, SEQUENCES = 200_000, 50_000  # at most, for what is measured on pairs and on masks
 MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # at most, of those sequences; of documents and sentences
@@ -37,12 +38,6 @@ def histogram(values: np.ndarray, *, log: bool = False, bins: int = 32, top: flo
         width = math.ceil((top + 1) / bins)
         edges = np.arange(0, top + 1 + width, width)
     return {"edges": edges.tolist(), "counts": np.histogram(values, edges)[0].tolist()}
-
-
-def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The integers of all [start, end), one range after another."""
-    sizes = ends - starts
-    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
 
 
 def decode(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
@@ -134,34 +129,6 @@ def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarra
     }
 
 
-def half_of(document: np.ndarray) -> np.ndarray:
-    """Whether each is of the half that classifiers are fitted on: of every second document, or, in
-    a single one, every second."""
-    names, number = np.unique(document, return_inverse=True)
-    return (number if len(names) > 1 else np.arange(len(document))) % 2 == 0
-
-
-def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> dict:
-    """Accuracies on `~fit` of the best guess for each cell of a table of the features' quantiles,
-    with some 100 pairs of `fit` a cell: as it is, and with both labels at equal weight."""
-    n = int(np.clip((fit.sum() / 100) ** (1 / len(features)), 2, 32))
-    cell = np.zeros(len(label), np.int64)
-    for values in features:
-        edges = np.unique(np.quantile(values[fit], np.arange(1, n) / n))
-        cell = cell * n + np.searchsorted(edges, values, side="right")
-    is_next, is_random = fit & ~label, fit & label
-    following, random = (
-        np.bincount(cell[x], minlength=cell.max() + 1) for x in (is_next, is_random)
-    )
-    even = is_next.sum() / max(is_random.sum(), 1)  # what a random pair weighs then
-    right, right_even = ((w * random > following)[cell] == label for w in (1, even))
-    each = [right_even[~fit & (label == x)] for x in (False, True)]
-    return {
-        "accuracy": float(right[~fit].mean()),
-        "balanced": float(np.mean([part.mean() for part in each if len(part)])),
-    }
-
-
 def audit_overlap(
     store: TokenStore, pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarray]
 ) -> dict:
@@ -170,7 +137,7 @@ def audit_overlap(
     for first in range(0, len(pairs), BLOCK):
         part = pairs[first : first + BLOCK]
         (a, of_a), (b, of_b) = (pair_words(store, part, name) for name in "ab")
-        found = np.isin(draws(a, of_a), draws(b, of_b))  # the same word in the same pair
+        found = np.isin(random_u64(a, of_a), random_u64(b, of_b))  # the same word in the same pair
         words = np.bincount(of_a, minlength=len(part))
         shared[first : first + BLOCK] = np.bincount(of_a, found, len(part)) / words
     label = pairs["label"].astype(bool)
@@ -189,7 +156,7 @@ def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndar
     begins[(np.cumsum(ends - starts) - (ends - starts))[ends > starts]] = True
     word = np.flatnonzero(begins)
     place = np.arange(len(tokens)) - word[np.cumsum(begins) - 1]
-    words = np.add.reduceat(draws(draws(key(1), place), tokens), word)
+    words = np.add.reduceat(random_u64(random_u64(derive_stream(1), place), tokens), word)
     return words, np.repeat(np.arange(len(pairs)), ends - starts)[word]
 
 

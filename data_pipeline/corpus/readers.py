@@ -18,11 +18,11 @@ from typing import BinaryIO
 
 import numpy as np
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, to_list
-from data_pipeline.errors import UserError
-from data_pipeline.files import OPENERS, guess, is_mostly_nul, open_bytes, open_file, read
+from data_pipeline.corpus.files import OPENERS, guess, is_mostly_nul, open_bytes, open_file, read
 
-PIECE_BYTES = 16 << 20  # of a plain file: what one worker reads at a time
+CHUNK_BYTES = 16 << 20  # of a plain file: what one worker reads at a time
 BLOCK_BYTES = 1 << 20
 READ_BYTES = 1 << 17  # that become text together: what a cache holds
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -34,7 +34,7 @@ LAYOUTS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow")}
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileChunk:
     """A part of the corpus that is read alone: bytes [start, end) of a file, or share `start` of
     `end`."""
 
@@ -69,7 +69,7 @@ def left_out(causes: dict[str, int]) -> str:
 # ---------------------------------------------------------------------------------- what there is
 
 
-def list_pieces(corpus: CorpusConfig) -> list[Piece]:
+def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
     """The pieces of a corpus in their order; raises `UserError` for files that are not there."""
     return [
         replace(piece, source=i)
@@ -78,12 +78,12 @@ def list_pieces(corpus: CorpusConfig) -> list[Piece]:
     ]
 
 
-def list_source(source: SourceConfig) -> list[Piece]:
+def list_source(source: SourceConfig) -> list[FileChunk]:
     if source.source:
-        return [Piece("python-docs", "python-docs")]
+        return [FileChunk("python-docs", "python-docs")]
     if source.dataset:
         shares = getattr(open_dataset(source.dataset), "num_shards", 1)
-        return [Piece(source.dataset.path, "dataset", i, shares) for i in range(shares)]
+        return [FileChunk(source.dataset.path, "dataset", i, shares) for i in range(shares)]
     paths = list_files(to_list(source.files))
     layouts = dict.fromkeys(paths, source.layout)
     if source.layout == "auto":
@@ -94,7 +94,7 @@ def list_source(source: SourceConfig) -> list[Piece]:
     for path, layout in layouts.items():
         size, version = os.path.getsize(path), sample_hash(path)
         for start, end in byte_ranges(path, layout, size, source.encoding):
-            pieces.append(Piece(path, layout, start, end, version))
+            pieces.append(FileChunk(path, layout, start, end, version))
     return pieces
 
 
@@ -168,16 +168,16 @@ def detect_layout(paths: list[str], encoding: str) -> str:
 
 
 def byte_ranges(path: str, layout: str, size: int, encoding: str) -> list[tuple[int, int | None]]:
-    """Ranges of about `PIECE_BYTES` that end between documents; one for a file that cannot be
+    """Ranges of about `CHUNK_BYTES` that end between documents; one for a file that cannot be
     cut."""
     whole = os.path.splitext(path)[1] in (*OPENERS, ".zst")
     whole |= layout not in ("blank_line", "line", "jsonl")
-    if whole or size <= PIECE_BYTES or "\n".encode(encoding) != b"\n":  # UTF-16 has wide line ends
+    if whole or size <= CHUNK_BYTES or "\n".encode(encoding) != b"\n":  # UTF-16 has wide line ends
         return [(0, None)]
     boundary = BLANK_LINE if layout == "blank_line" else re.compile(rb"\n")
     cuts = [0]
     with open(path, "rb") as file:
-        while (cut := next_match(file, cuts[-1] + PIECE_BYTES, boundary)) is not None:
+        while (cut := next_match(file, cuts[-1] + CHUNK_BYTES, boundary)) is not None:
             cuts.append(cut)
     return list(zip(cuts, [*cuts[1:], size], strict=True))
 
@@ -198,13 +198,13 @@ def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
 # ---------------------------------------------------------------------------------- reading
 
 
-def read_documents(piece: Piece, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
+def read_documents(piece: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
     """The documents of a piece, one `str` each, never empty; paragraphs are its lines.
 
     Raises `UserError` that names file and byte offset for bytes that are not text.
     """
     if piece.layout == "python-docs":
-        from data_pipeline.python_docs import read_python_docs
+        from data_pipeline.corpus.python_docs import read_python_docs
 
         documents = read_python_docs()
     elif piece.layout == "dataset":
@@ -229,7 +229,7 @@ def read_documents(piece: Piece, source: SourceConfig, rejects: Rejects) -> Iter
             rejects.add("empty")
 
 
-def read_text(piece: Piece, source: SourceConfig) -> Iterator[str]:
+def read_text(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
     """The text of a piece in blocks: decoded, no BOM, line ends alike, control characters to
     spaces."""
     decoder = codecs.getincrementaldecoder(source.encoding)(source.errors)
@@ -256,7 +256,7 @@ def read_text(piece: Piece, source: SourceConfig) -> Iterator[str]:
             pending = (
                 "\r" if text.endswith("\r") and block else ""
             )  # the \n may be in the next block
-            yield sound(text.removesuffix("\r") if pending else text)
+            yield clean_text(text.removesuffix("\r") if pending else text)
             position += len(block)
             if not block:
                 return
@@ -279,7 +279,7 @@ def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: by
     return UserError(f"{path}: byte {offset} is not {source.encoding} ({reason}); {advice}")
 
 
-def sound(text: str) -> str:
+def clean_text(text: str) -> str:
     """`text` with line ends alike and control characters as spaces; nothing else is touched."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -293,7 +293,7 @@ def has_controls(text: str) -> bool:
     return bool(middle.any() or (low & (code != 9) & (code != 10)).any())
 
 
-def read_whole_lines(piece: Piece, source: SourceConfig) -> Iterator[str]:
+def read_whole_lines(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
     """`read_text` in blocks that end with a line, and that with its line end, added at the end."""
     rest: list[str] = []
     for text in read_text(piece, source):
@@ -305,12 +305,12 @@ def read_whole_lines(piece: Piece, source: SourceConfig) -> Iterator[str]:
     yield "".join([*rest, "\n"])
 
 
-def read_lines(piece: Piece, source: SourceConfig) -> Iterator[str]:
+def read_lines(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
     for lines in read_whole_lines(piece, source):
         yield from lines[:-1].split("\n")
 
 
-def read_blank_line_documents(piece: Piece, source: SourceConfig) -> Iterator[str]:
+def read_blank_line_documents(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
     document: list[str] = []
     for lines in read_whole_lines(piece, source):
         first, *others = BLANK_LINES.split("\n" + lines)  # a match starts with a line end
@@ -321,7 +321,7 @@ def read_blank_line_documents(piece: Piece, source: SourceConfig) -> Iterator[st
     yield "".join(document).removesuffix("\n")
 
 
-def read_jsonl(piece: Piece, source: SourceConfig) -> Iterator[str]:
+def read_jsonl(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
     for number, line in enumerate(read_lines(piece, source), 1):
         if not line.strip():
             continue
@@ -341,7 +341,7 @@ def read_jsonl(piece: Piece, source: SourceConfig) -> Iterator[str]:
         yield one_document(text)
 
 
-def read_table(piece: Piece, source: SourceConfig) -> Iterator[str]:
+def read_table(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
     """The `text_field` column of a CSV (RFC 4180) or TSV (IANA: no quotes) file with a header."""
     csv.field_size_limit(1 << 30)
     lines = (f"{line}\n" for line in read_lines(piece, source))
@@ -370,7 +370,7 @@ def read_table(piece: Piece, source: SourceConfig) -> Iterator[str]:
 
 def one_document(text: str) -> str:
     """`text` made sound, without the blank lines that elsewhere would divide it."""
-    return BLANK_LINES.sub("\n", sound(text))
+    return BLANK_LINES.sub("\n", clean_text(text))
 
 
 def open_dataset(wanted: DatasetConfig):
@@ -386,7 +386,7 @@ def open_dataset(wanted: DatasetConfig):
         raise UserError(f"dataset {wanted.path} cannot be opened: {error}") from None
 
 
-def read_dataset(piece: Piece, wanted: DatasetConfig, key: str) -> Iterator[str]:
+def read_dataset(piece: FileChunk, wanted: DatasetConfig, key: str) -> Iterator[str]:
     """The text column of a share of a dataset; `key` of the config names that column."""
     column, stream = wanted.text_column, open_dataset(wanted)
     if piece.end and piece.end > 1:

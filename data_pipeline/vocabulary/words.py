@@ -19,8 +19,8 @@ from itertools import pairwise
 import numpy as np
 from tokenizers import normalizers, pre_tokenizers
 
-from data_pipeline.errors import UserError
-from data_pipeline.hashing import GOLDEN, mix
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.streams import GOLDEN, mix
 
 END = b"\0"  # of a sentence; no word has it, control characters having gone before
 CUT, CUT_MARK = "\ud800", b"\1"  # between words of a segmenter, before and after the table

@@ -7,9 +7,9 @@ Flags are never taken over in silence: what the files say has to be what the con
 import json
 from pathlib import Path
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import VocabConfig, check
-from data_pipeline.errors import UserError
-from data_pipeline.vocab import (
+from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     SPECIAL_TOKENS,
     build_normalizer,

@@ -1,13 +1,8 @@
 """What lets work be stopped at any moment and be done anywhere: folders written beside and renamed,
 one command at a time in a folder, tasks on processes that end with the command, or on a cluster."""
 
-import ctypes
-import fcntl
 import multiprocessing
 import os
-import shutil
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -21,68 +16,12 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from uuid import uuid4
 
-from tqdm import tqdm
-
-from data_pipeline.errors import UserError
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.system import die_with_parent, progress_bar
 
 CLUSTER_WINDOW = 1024  # tasks that a scheduler is told of at once
 PATIENCE = 30  # seconds to find the scheduler
-
-
-@contextmanager
-def written_beside(out: Path, shared: bool = False) -> Iterator[Path]:
-    """A folder to write in that becomes `out` when all went well, and else is removed.
-
-    With `shared`, others may write the same result at the same moment (a cluster gives a task away
-    when it takes a slow worker for dead): each has a folder of its own and the first one stays.
-    """
-    temporary = out.with_name(f"{out.name}.{uuid4().hex}.tmp" if shared else f"{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        sync_files(temporary)
-        if not shared:
-            shutil.rmtree(out, ignore_errors=True)
-        try:
-            temporary.rename(out)
-        except OSError:
-            if not (shared and out.exists()):
-                raise
-            shutil.rmtree(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def sync_files(folder: Path) -> None:
-    """Have the files of a folder on the disk before its new name is: a machine may stop as well."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file)
-
-
-@contextmanager
-def locked(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Hold `folder/lock` as the only command, or as one of those that share it.
-
-    The lock ends with the process, however that ends. Raises `UserError` if another holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a") as lock:
-        try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another command is at work in {folder}; wait for it or choose another data_dir"
-            ) from None
-        except OSError as error:  # some network file systems have no locks
-            print(f"{folder} cannot be locked ({error.strerror}): start nothing else in it")
-        yield
 
 
 @dataclass(frozen=True)
@@ -180,37 +119,3 @@ class ThisProcess(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
-
-
-def progress_bar(
-    what: str, total: int, unit: str, done: int = 0, disable: bool = False, delay: float = 0
-) -> tqdm:
-    """A bar with rate and time left, shown after `delay` seconds; a line every ten seconds where
-    nobody watches it move."""
-    interval = 0.5 if sys.stderr.isatty() else 10
-    return tqdm(
-        None,
-        what,
-        total,
-        initial=done,
-        unit=unit,
-        unit_scale=unit == "B",
-        mininterval=interval,
-        disable=disable,
-        delay=delay,
-    )
-
-
-def count_cpus() -> int:
-    """Cores that this process may use; all of the machine's where it does not tell (macOS)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Let a worker end when the command does, even by kill -9 (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)

@@ -1,6 +1,6 @@
 """sentences, words -> **numbered words**, then **token ids** of one piece, on disk.
 
-`scan_piece` reads a piece of the corpus once and numbers its words as they appear; `encode_scan`
+`scan_chunk` reads a piece of the corpus once and numbers its words as they appear; `encode_scan`
 looks those numbers up in the vocabulary that the counts of the words gave.
 """
 
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.build.sentences import sentence_splitter, split_sentences
+from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.config import CorpusConfig, VocabConfig
-from data_pipeline.corpus import Piece, Rejects, text_hash
-from data_pipeline.processes import written_beside
-from data_pipeline.selection import Selection, read_selected
-from data_pipeline.sentences import sentence_splitter, split_sentences
-from data_pipeline.token_store import read_vocabulary
-from data_pipeline.vocab import WordCounts, build_normalizer, build_tokenizer
-from data_pipeline.words import (
+from data_pipeline.corpus.readers import FileChunk, Rejects, text_hash
+from data_pipeline.corpus.selection import Selection, read_selected
+from data_pipeline.sampling.token_store import read_vocabulary
+from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer
+from data_pipeline.vocabulary.words import (
     END,
     UnitIndex,
     WordIndex,
@@ -41,8 +41,8 @@ SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a sp
 # ---------------------------------------------------------------------------------- scan
 
 
-def scan_piece(
-    piece: Piece, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
+def scan_chunk(
+    piece: FileChunk, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
 ) -> None:
     """Write the words of what is selected of a piece, numbered as they appear, to folder `out`.
 
@@ -58,7 +58,7 @@ def scan_piece(
     numbering = partial(number_words, split=splitter, index=index)
     if segment:
         numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
-    with written_beside(out, shared=True) as folder:
+    with atomic_folder(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
         size = 0
         for document in read_selected(piece, source, selected.hashes, rejects):
@@ -161,7 +161,7 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
     table, ends = np.array(ids, dtype_of(len(pieces))), np.array(ends, np.int32)
     lengths = np.diff(ends, prepend=np.int32(0))
     starts = ends - lengths
-    with written_beside(out, shared=True) as folder:
+    with atomic_folder(out, shared=True) as folder:
         for split in SPLITS:
             encode_split(scan / split, folder / split, table, starts, lengths)
         entries = {s: describe_shard(folder / s) for s in SPLITS if (folder / s).exists()}
@@ -180,12 +180,6 @@ def describe_shard(folder: Path) -> dict:
         "documents": documents - 1,
         "sha256": {path.name: hash_file(path) for path in sorted(folder.iterdir())},
     }
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of the bytes of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.ndarray) -> None:

@@ -16,17 +16,17 @@ from math import ceil
 import numpy as np
 import torch
 
+from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.config import PairsConfig, check
-from data_pipeline.hashing import Stream, draws, key
-from data_pipeline.masking import choose_words, replace_tokens, starts_span
-from data_pipeline.pairs import (
+from data_pipeline.sampling.masking import choose_words, replace_tokens, starts_span
+from data_pipeline.sampling.pairs import (
     PAIR,
     SPECIALS,
     cut_segments,
     deal_documents,
     draw_pairs,
 )
-from data_pipeline.token_store import StoreView, TokenStore, count_parts
+from data_pipeline.sampling.token_store import StoreView, TokenStore, count_parts
 
 BLOCK_TOKENS = 1 << 16  # that are built at once
 
@@ -128,9 +128,9 @@ class BatchSource:
         if self.segments is not None:
             return draw_pairs(self.store, self.segments, **rules)
         epoch, place = divmod(number, self.n_parts)
-        documents = deal_documents(self.store, self.n_parts, key(self.seed, epoch, Stream.PARTS))[
-            place
-        ]
+        documents = deal_documents(
+            self.store, self.n_parts, derive_stream(self.seed, epoch, Stream.PARTS)
+        )[place]
         if not len(documents):
             return np.empty(0, PAIR)
         view = StoreView(self.store, documents)
@@ -169,7 +169,10 @@ class BatchSource:
             part = self.part(number)[start : start + count]
             parts.append(part)
             streams.append(
-                draws(key(self.seed, number, Stream.MASKS), np.arange(start, start + len(part)))
+                random_u64(
+                    derive_stream(self.seed, number, Stream.MASKS),
+                    np.arange(start, start + len(part)),
+                )
             )
             count -= len(part)
             start, number = 0, number + 1

@@ -9,7 +9,7 @@ import os
 import re
 from typing import BinaryIO
 
-from data_pipeline.errors import UserError
+from data_pipeline.common.errors import UserError
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BUFFER_BYTES = 1 << 20

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.build.encode import SPLITS
+from data_pipeline.build.identity import hash_json
+from data_pipeline.common.errors import UserError, red
+from data_pipeline.common.folders import atomic_folder, hash_file
+from data_pipeline.common.system import progress_bar
 from data_pipeline.config import CorpusConfig
-from data_pipeline.corpus import Piece, left_out, name_source
-from data_pipeline.encode import SPLITS, hash_file
-from data_pipeline.errors import UserError, red
-from data_pipeline.identity import hash_json
-from data_pipeline.processes import progress_bar, written_beside
-from data_pipeline.token_store import (
+from data_pipeline.corpus.readers import FileChunk, left_out, name_source
+from data_pipeline.sampling.token_store import (
     ARRAYS,
     SCHEMA,
     count_parts,
@@ -52,7 +53,7 @@ def assemble_store(
     total = sum(entry["tokens"] for found in entries for entry in found.values())
     with (
         progress_bar("joining", total, "tokens", delay=5) as bar,
-        written_beside(store_dir) as folder,
+        atomic_folder(store_dir) as folder,
     ):
         for split in SPLITS:
             both = zip(shards, entries, strict=True)
@@ -155,7 +156,7 @@ def join_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
 
 
 def describe_sources(
-    corpus: CorpusConfig, pieces: list[Piece], stats: list[dict], shards: list[Path]
+    corpus: CorpusConfig, pieces: list[FileChunk], stats: list[dict], shards: list[Path]
 ) -> list[dict]:
     """What the manifest says of each source: bytes read, what they became in both splits together,
     and what was left out, by cause."""

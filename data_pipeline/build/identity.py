@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict
 
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, VocabConfig
-from data_pipeline.corpus import Piece
+from data_pipeline.corpus.readers import FileChunk
 
 SOURCE = ("text_field", "encoding", "errors", "language", "words", "sentences", "weight")
 DATASET = ("path", "name", "split", "data_files", "text_column")
@@ -32,7 +32,7 @@ def hash_json(value) -> str:
 
 
 def store_settings(
-    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece], existing: list[str]
+    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[FileChunk], existing: list[str]
 ) -> dict:
     """All that a store depends on, by the config's names; files are known by their hashes.
 
@@ -81,7 +81,7 @@ def list_differences(manifest: dict, settings: dict) -> list[str]:
 
 
 def key_of_schema_1(
-    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[Piece], existing: list[str]
+    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[FileChunk], existing: list[str]
 ) -> str:
     """What the manifests of schema 1 have as `key`: a hash of every field that there was."""
 

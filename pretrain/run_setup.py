@@ -25,12 +25,12 @@ from accelerate.utils import (
 )
 from omegaconf import OmegaConf
 
-from data_pipeline.batches import BatchSource, count_passes
+from data_pipeline.common.errors import UserError, red
+from data_pipeline.common.folders import claim_folder, install_files, write_file
+from data_pipeline.common.system import die_with_parent
 from data_pipeline.config import check
-from data_pipeline.errors import UserError, red
-from data_pipeline.folders import claim_folder, install_files, write_file
-from data_pipeline.processes import die_with_parent
-from data_pipeline.token_store import (
+from data_pipeline.sampling.batches import BatchSource, count_passes
+from data_pipeline.sampling.token_store import (
     TOKENIZER_FILES,
     TokenStore,
     held_out_shortfall,
@@ -90,10 +90,10 @@ def set_up(config: Config) -> Run:
         check_export_folder(run_dir / "export")
 
     # data
-    store, sources = open_data(config, phases)
+    store, sources = open_token_store(config, phases)
     held_out = build_held_out(config, store, accelerator)
     fingerprint = fingerprint_run(config, store, accelerator)
-    shake_hands(config, fingerprint, accelerator)
+    check_ranks_agree(config, fingerprint, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = load_resume_state(
         run_dir, fingerprint, settings.micro_batch_size, settings.extend, accelerator
@@ -194,7 +194,7 @@ def stop_all(message: str, accelerator: Accelerator) -> NoReturn:
     sys.exit(2)
 
 
-def shake_hands(config: Config, fingerprint: dict, accelerator: Accelerator) -> None:
+def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerator) -> None:
     """Stop all ranks, naming the first that differs and in what, if they are not of one run.
 
     Places may differ: what is in `data_dir` is compared, by the hashes in the fingerprint.
@@ -221,7 +221,7 @@ def shake_hands(config: Config, fingerprint: dict, accelerator: Accelerator) -> 
         accelerator.print("ranks: " + ", ".join(f"{n} on {host}" for host, n in hosts.items()))
 
 
-def open_data(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
+def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
     """The training split and the data of each phase; raises `UserError` if there is none.
 
     Prints a warning where the held-out split beside it is too small for its losses to be trusted.
@@ -337,7 +337,7 @@ def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) 
     """The held-out pairs beside the training split `store`; None if there are no documents, and,
     with a warning, if they are too few for any."""
     if not store.manifest["held_out"]["documents"]:
-        return None  # as `open_data` said
+        return None  # as `open_token_store` said
     settings = config.train
     try:
         return HeldOut(

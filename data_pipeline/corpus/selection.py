@@ -27,11 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
-from data_pipeline.corpus import BLOCK_BYTES, Piece, Rejects, read_documents, text_hash
-from data_pipeline.processes import written_beside
+from data_pipeline.corpus.readers import BLOCK_BYTES, FileChunk, Rejects, read_documents, text_hash
 
-LONG = 100  # characters of a paragraph whose repetition is no chance
+MIN_DEDUP_CHARS = 100  # characters of a paragraph whose repetition is no chance
 MERGED = 1 << 24  # hashes that are compared at a time: about 500 MB
 # layouts and files that take several times longer to read again than their text from the disk
 COSTLY = ("dataset", "python-docs", "parquet", "arrow", "csv", "tsv")
@@ -46,7 +46,7 @@ SURE_BYTES = HELD_OUT_DOCUMENTS << 20
 PACKED, EXPANSION = (".gz", ".bz2", ".xz", ".zst", ".parquet"), 4  # bytes of text in one of these
 
 
-def needs_selection(corpus: CorpusConfig, pieces: list[Piece]) -> bool:
+def needs_selection(corpus: CorpusConfig, pieces: list[FileChunk]) -> bool:
     """Whether hashes must be known before the corpus is scanned."""
     return (
         corpus.deduplicate
@@ -55,28 +55,28 @@ def needs_selection(corpus: CorpusConfig, pieces: list[Piece]) -> bool:
     )
 
 
-def count_bytes(pieces: list[Piece]) -> float:
+def count_bytes(pieces: list[FileChunk]) -> float:
     """About how many bytes of text there are; infinite with a dataset, whose size is not known."""
     if any(piece.layout == "dataset" for piece in pieces):
         return math.inf
     return sum(p.size * (EXPANSION if p.path.endswith(PACKED) else 1) for p in pieces)
 
 
-def hash_piece(piece: Piece, out: Path, source: SourceConfig) -> None:
+def hash_chunk(piece: FileChunk, out: Path, source: SourceConfig) -> None:
     """Write `documents.npy` and `paragraphs.npy`, sorted uint64 hashes of a piece, and
     `characters.npy`, int64 length of each document, to folder `out`; 8 bytes each are all that is
     held in memory. The text as well, of what is `COSTLY` or `SLOW`."""
     hashes, characters, rejects = {kind: bytearray() for kind in KINDS}, array("q"), Rejects()
-    with written_beside(out) as folder:
+    with atomic_folder(out) as folder:
         documents = read_documents(piece, source, rejects)
         if piece.layout in COSTLY or piece.path.endswith(SLOW):
             documents = keep(documents, folder)
         for document in documents:
             add_hash(hashes["documents"], document)
             characters.append(len(document))
-            if len(document) >= LONG:
+            if len(document) >= MIN_DEDUP_CHARS:
                 for line in document.split("\n"):
-                    if len(line) >= LONG:
+                    if len(line) >= MIN_DEDUP_CHARS:
                         add_hash(hashes["paragraphs"], line)
         for kind, data in hashes.items():
             numbers = np.frombuffer(data, ">u8").astype("<u8")
@@ -99,7 +99,7 @@ def keep(documents: Iterable[str], folder: Path) -> Iterator[str]:
 
 
 def read_selected(
-    piece: Piece, source: SourceConfig, hashes: Path | None, rejects: Rejects
+    piece: FileChunk, source: SourceConfig, hashes: Path | None, rejects: Rejects
 ) -> Iterator[str]:
     """`read_documents`, from what `keep` wrote to folder `hashes` where it did."""
     if not (hashes and (hashes / "text").exists()):
@@ -122,7 +122,7 @@ def read_selected(
 def find_earlier(hashed: list[Path], out: Path) -> None:
     """Write to folder `out`, for piece i, the hashes that an earlier piece has:
     `00000i-documents.u8` and `00000i-paragraphs.u8`, sorted uint64, where there are any."""
-    with written_beside(out) as folder:
+    with atomic_folder(out) as folder:
         for kind in KINDS:
             files = [path / f"{kind}.npy" for path in hashed]
             n = 1 + sum(path.stat().st_size for path in files) // (8 * MERGED)
@@ -209,7 +209,7 @@ def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
 
 
 @dataclass
-class Share:
+class HashQuota:
     """The documents with the lowest hashes: all below `limit`, and `ties` of those equal to it."""
 
     limit: int = 0
@@ -222,21 +222,21 @@ class Share:
         return number < self.limit
 
 
-def lowest(pieces: list[np.ndarray], n: int) -> list[Share]:
+def lowest(pieces: list[np.ndarray], n: int) -> list[HashQuota]:
     """The `n` lowest of all hashes, as a share for each piece; equal ones go in order of pieces."""
     hashes = np.sort(np.concatenate(pieces))
     if n == len(hashes):
-        return [Share(ALL) for _ in pieces]
+        return [HashQuota(ALL) for _ in pieces]
     limit, shares = hashes[n], []
     rest = n - int(np.searchsorted(hashes, limit))
     for piece in pieces:
         ties = min(rest, int(np.count_nonzero(piece == limit)))
-        shares.append(Share(int(limit), ties))
+        shares.append(HashQuota(int(limit), ties))
         rest -= ties
     return shares
 
 
-def share_pieces(documents: list[np.ndarray], weight: float, limit: int) -> list[list[Share]]:
+def share_pieces(documents: list[np.ndarray], weight: float, limit: int) -> list[list[HashQuota]]:
     """For each piece of a source the [training, held-out] documents that are taken once more than
     floor(weight), from the hashes of its documents, of which those below `limit` are held out."""
     parts = ([between(d, limit, ALL) for d in documents], [between(d, 0, limit) for d in documents])
@@ -256,7 +256,7 @@ class Selection:
 
     weight: float = 1.0
     limit: int = 0  # a document whose hash is below it is held out
-    shares: list[Share] | None = None  # of training and held-out documents, for broken weights
+    shares: list[HashQuota] | None = None  # of training and held-out documents, for broken weights
     hashes: Path | None = None  # folder of the piece's hashes
     earlier: Path | None = None  # folder of those in earlier pieces, where duplicates go
     number: int = 0  # of the piece
@@ -299,7 +299,11 @@ class Selection:
         if not (self.seen["paragraphs"] or self.repeated["paragraphs"]):
             return document
         lines = document.split("\n")
-        kept = [line for line in lines if not (len(line) >= LONG and self.is_repeated_line(line))]
+        kept = [
+            line
+            for line in lines
+            if not (len(line) >= MIN_DEDUP_CHARS and self.is_repeated_line(line))
+        ]
         if len(kept) == len(lines):
             return document
         if not any(map(str.strip, kept)):
@@ -309,11 +313,13 @@ class Selection:
         return "\n".join(kept)
 
     def is_repeated_line(self, line: str) -> bool:
+        if len(line) < MIN_DEDUP_CHARS:
+            return False
         return self.is_duplicate("paragraphs", text_hash(line.encode("utf-8", "replace")))
 
 
 def select(
-    corpus: CorpusConfig, pieces: list[Piece], hashed: list[Path], earlier: Path
+    corpus: CorpusConfig, pieces: list[FileChunk], hashed: list[Path], earlier: Path
 ) -> list[Selection]:
     """What to take of each piece, from the hashes in `hashed` and what `find_earlier` wrote."""
     sources, is_needed = corpus.each_source(), needs_selection(corpus, pieces)

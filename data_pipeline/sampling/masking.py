@@ -9,7 +9,7 @@ budget) masks 16 % of short words and 12 % of long ones.
 
 import numpy as np
 
-from data_pipeline.hashing import below, draws
+from data_pipeline.common.streams import random_below, random_u64
 
 HIGH24, LOW20 = np.uint64(0xFFFFFF << 40), np.uint64(0xFFFFF)
 SPAN_P, LONGEST_SPAN = 0.2, 10  # of the geometric distribution of span lengths, in words
@@ -36,7 +36,7 @@ def choose_words(
     column = np.arange(counts.max())
     is_word = column < counts
     # what is sorted: draw (24 bits, all ones where there is no word), column (20) and length (20)
-    packed = draws(streams[:, None], column + 1) & HIGH24
+    packed = random_u64(streams[:, None], column + 1) & HIGH24
     packed |= ~is_word * HIGH24
     packed |= column.astype(np.uint64) << np.uint64(20)
     packed[is_word] |= word_length.astype(np.uint64)
@@ -44,7 +44,7 @@ def choose_words(
     length = (packed & LOW20).astype(np.int64)
     after = np.cumsum(length, 1)
     circle = after[:, -1:]
-    turn = (draws(streams, np.zeros(1)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    turn = (random_u64(streams, np.zeros(1)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     position = after - length + turn[:, None] * circle
     position -= circle * (position >= circle)
     chosen = (position < masked_lm_prob * circle) & is_word
@@ -68,7 +68,7 @@ def starts_span(segment: np.ndarray, streams: np.ndarray) -> np.ndarray:
     numbers = np.arange(len(segment))
     first = np.searchsorted(segment, segment)  # word that each word's segment starts with
     counter = (segment % 2 + 1) * (1 << 40) + numbers - first
-    draw = draws(streams[segment // 2], counter) >> np.uint64(11)
+    draw = random_u64(streams[segment // 2], counter) >> np.uint64(11)
     share = np.cumsum((1 - SPAN_P) ** np.arange(LONGEST_SPAN))
     length = 1 + np.searchsorted(share[:-1] / share[-1], draw * 2.0**-53, side="right")
     before = np.cumsum(length) - length
@@ -94,12 +94,12 @@ def replace_tokens(
     its sequence; `stream` uint64 (M,): of its sequence; `ordinary` int64: the pieces that a random
     one is drawn from; the shares are of words, and what they leave stays as it is.
     """
-    fate = (draws(~stream, word) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    fate = (random_u64(~stream, word) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     out = np.where(fate < mask_share, mask_id, labels)
     starts = np.append(True, (word[1:] != word[:-1]) | (stream[1:] != stream[:-1]))
     place = np.arange(len(word))
     within = place - np.maximum.accumulate(np.where(starts, place, 0))
     drawn = np.flatnonzero((fate >= mask_share) & (fate < mask_share + random_share))
     counter = (word[drawn] + 1) * (1 << 20) + within[drawn]
-    out[drawn] = ordinary[below(draws(~stream[drawn], counter), len(ordinary))]
+    out[drawn] = ordinary[random_below(random_u64(~stream[drawn], counter), len(ordinary))]
     return out

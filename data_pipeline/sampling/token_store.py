@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS
-from data_pipeline.errors import UserError
 
 SCHEMA = 2  # of the manifest and the layout; 1 had a folder per shard, and is still read
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")  # of a vocabulary

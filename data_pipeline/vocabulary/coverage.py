@@ -5,7 +5,7 @@ a larger one and measuring it costs no training. A user who reads the table can 
 """
 
 from data_pipeline.config import VocabConfig
-from data_pipeline.vocab import SPECIAL_TOKENS, WordCounts, build_tokenizer
+from data_pipeline.vocabulary.training import SPECIAL_TOKENS, WordCounts, build_tokenizer
 
 LONGEST = 10  # pieces that are shown
 MUCH_UNKNOWN = 0.05  # share of [UNK] that is worth a warning

@@ -15,26 +15,44 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.assemble import assemble_store, describe_sources, print_store, warn_held_out
-from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
-from data_pipeline.corpus import Piece, left_out, list_pieces, name_source
-from data_pipeline.encode import encode_scan, merge_counts, scan_piece
-from data_pipeline.errors import UserError
-from data_pipeline.existing_vocab import make_vocabulary, read_existing
-from data_pipeline.folders import claim_folder, install_files, remove_entries
-from data_pipeline.identity import (
+from data_pipeline.build.assemble import (
+    assemble_store,
+    describe_sources,
+    print_store,
+    warn_held_out,
+)
+from data_pipeline.build.encode import encode_scan, merge_counts, scan_chunk
+from data_pipeline.build.identity import (
     key_of_schema_1,
     list_differences,
     settings_key,
     store_settings,
 )
-from data_pipeline.processes import Task, count_cpus, locked, run_tasks, written_beside
-from data_pipeline.selection import Selection, find_earlier, hash_piece, needs_selection, select
-from data_pipeline.sentences import sentence_splitter
-from data_pipeline.token_store import read_manifest, read_vocabulary
-from data_pipeline.vocab import write_tokenizer
-from data_pipeline.vocab_report import print_report, report_vocabulary
-from data_pipeline.words import load_segmenter
+from data_pipeline.build.sentences import sentence_splitter
+from data_pipeline.build.workers import Task, run_tasks
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import (
+    atomic_folder,
+    claim_folder,
+    install_files,
+    lock_folder,
+    remove_entries,
+)
+from data_pipeline.common.system import count_cpus
+from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
+from data_pipeline.corpus.readers import FileChunk, left_out, list_file_chunks, name_source
+from data_pipeline.corpus.selection import (
+    Selection,
+    find_earlier,
+    hash_chunk,
+    needs_selection,
+    select,
+)
+from data_pipeline.sampling.token_store import read_manifest, read_vocabulary
+from data_pipeline.vocabulary.coverage import print_report, report_vocabulary
+from data_pipeline.vocabulary.existing import make_vocabulary, read_existing
+from data_pipeline.vocabulary.training import write_tokenizer
+from data_pipeline.vocabulary.words import load_segmenter
 
 DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
 is_work = re.compile(r"[0-9a-f]{16}-").match  # a name in `work`: it begins with the settings' hash
@@ -45,21 +63,21 @@ def prepare(
     workers: int | None = None,
     *,
     cluster: str | None = None,
-    share: tuple[int, int] | None = None,
+    array_task: tuple[int, int] | None = None,
     finish: bool = False,
 ) -> None:
     """Build `data_dir`: vocabulary and token store of the corpus; what is there already is kept.
 
     On `workers` processes (default: one a core), or on the dask cluster at address `cluster`, whose
-    workers see the same files under the same names. `share` (i, n) does the tasks i, i + n, ... of
-    the stage that can be done now, comparing, reading or encoding, and may run beside other shares;
-    `finish` ends that stage: it merges what was compared, makes the vocabulary of what was read, or
-    the store of what was encoded.
+    workers see the same files under the same names. `array_task` (i, n) does tasks i, i + n, ... of
+    the stage that can be done now, comparing, reading or encoding, beside others; `finish` ends
+    that stage: it merges what was compared, makes the vocabulary of what was read, or the store of
+    what was encoded.
     Raises `UserError` if `data_dir` was built from another corpus or with other settings.
     """
     data_dir = Path(config.data_dir).absolute()
     work_dir = data_dir / "work"
-    pieces, existing = list_pieces(config.corpus), read_existing(config.vocab)
+    pieces, existing = list_file_chunks(config.corpus), read_existing(config.vocab)
     settings = store_settings(config.corpus, config.vocab, pieces, existing)
     key = settings_key(settings | {"work": 2})  # 1, of an older version, split the text otherwise
     claim_folder(data_dir, DATA_FILES, "data_dir", is_data)
@@ -73,14 +91,14 @@ def prepare(
         run_stage,
         workers=workers or count_cpus(),
         cluster=cluster,
-        share=share,
+        array_task=array_task,
         finish=finish,
     )
     for source in config.corpus.each_source():  # not there: better said now
         sentence_splitter(source.language, source.sentences)
         load_segmenter(source.words)
-    with locked(data_dir, shared=share is not None):
-        if share is None:
+    with lock_folder(data_dir, shared=array_task is not None):
+        if array_task is None:
             remove_others(work_dir, key)
 
         name = key[:16]
@@ -91,8 +109,8 @@ def prepare(
             hashed = [work_dir / f"{name}-hashes-{i:05d}" for i in range(len(pieces))]
             earlier = work_dir / f"{name}-earlier"
             if needs_selection(config.corpus, pieces) and not earlier.exists():
-                run("comparing", hash_piece, hash_tasks(pieces, hashed, config.corpus))
-                if share:
+                run("comparing", hash_chunk, hash_tasks(pieces, hashed, config.corpus))
+                if array_task:
                     print("compared; when the whole array has: the same command with --finish")
                     return
                 find_earlier(hashed, earlier)
@@ -102,8 +120,8 @@ def prepare(
             selected = select(config.corpus, pieces, hashed, earlier)
 
             # scan: text -> numbered words
-            run("reading", scan_piece, scan_tasks(pieces, scans, config, selected))
-            if share:
+            run("reading", scan_chunk, scan_tasks(pieces, scans, config, selected))
+            if array_task:
                 print("read; when the whole array has: the same command with --finish instead")
                 return
             check_corpus(read_stats(scans), config, pieces)
@@ -115,12 +133,12 @@ def prepare(
 
         # encode: numbered words -> token ids; other pieces of words would be other shards
         vocabulary = read_vocabulary(vocab_dir)
-        if share is None:  # to be looked at while the rest goes on
+        if array_task is None:  # to be looked at while the rest goes on
             install_files(vocab_dir, data_dir / "vocab")
         name += "-" + vocabulary.sha256[:16]
         shards = [work_dir / f"{name}-shard-{i:05d}" for i in range(len(scans))]
         run("encoding", encode_scan, encode_tasks(scans, shards, stats, vocab_dir, config.vocab))
-        if share:
+        if array_task:
             print("encoded; when the whole array has: the same command with --finish instead")
             return
 
@@ -171,14 +189,14 @@ def run_stage(
     *,
     workers: int,
     cluster: str | None,
-    share: tuple[int, int] | None,
+    array_task: tuple[int, int] | None,
     finish: bool,
 ) -> None:
-    """Run the tasks of this share whose result, a folder, is not there yet.
+    """Run the tasks of this array task whose result, a folder, is not there yet.
 
     Raises `UserError` with `finish` if any is missing.
     """
-    mine = tasks[share[0] :: share[1]] if share else tasks
+    mine = tasks[array_task[0] :: array_task[1]] if array_task else tasks
     missing = [task for out, task in mine if not out.exists()]
     if finish and missing:
         raise UserError(
@@ -190,7 +208,7 @@ def run_stage(
         run_tasks(verb, function, missing, workers, cluster, done)
 
 
-def piece_task(piece: Piece, out: Path, *arguments) -> tuple[Path, Task]:
+def chunk_task(piece: FileChunk, out: Path, *arguments) -> tuple[Path, Task]:
     """The task of a function (piece, out, *arguments), with its size in bytes."""
     size, name = piece.size, piece.path
     if piece.version:  # it is of a file
@@ -200,17 +218,17 @@ def piece_task(piece: Piece, out: Path, *arguments) -> tuple[Path, Task]:
 
 
 def hash_tasks(
-    pieces: list[Piece], hashed: list[Path], corpus: CorpusConfig
+    pieces: list[FileChunk], hashed: list[Path], corpus: CorpusConfig
 ) -> list[tuple[Path, Task]]:
     sources = corpus.each_source()
-    return [piece_task(p, h, sources[p.source]) for p, h in zip(pieces, hashed, strict=True)]
+    return [chunk_task(p, h, sources[p.source]) for p, h in zip(pieces, hashed, strict=True)]
 
 
 def scan_tasks(
-    pieces: list[Piece], scans: list[Path], config: DataConfig, selected: list[Selection]
+    pieces: list[FileChunk], scans: list[Path], config: DataConfig, selected: list[Selection]
 ) -> list[tuple[Path, Task]]:
     return [
-        piece_task(piece, scan, config.corpus, config.vocab, chosen)
+        chunk_task(piece, scan, config.corpus, config.vocab, chosen)
         for piece, scan, chosen in zip(pieces, scans, selected, strict=True)
     ]
 
@@ -235,7 +253,7 @@ def write_vocabulary(
         names = ", ".join(map(name_source, config.corpus.each_source()[:3]))
         raise UserError(f"{names}: {error}") from None
     report = report_vocabulary(pieces, len(existing), counts, unseen, config.vocab)
-    with written_beside(vocab_dir) as folder:
+    with atomic_folder(vocab_dir) as folder:
         write_tokenizer(folder, pieces, config.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print_report(report)
@@ -254,7 +272,7 @@ def remove_others(work_dir: Path, key: str) -> None:
         )
 
 
-def check_corpus(stats: list[dict], config: DataConfig, pieces: list[Piece]) -> None:
+def check_corpus(stats: list[dict], config: DataConfig, pieces: list[FileChunk]) -> None:
     documents = sum(s["train"]["documents"] for s in stats)
     for i, source in enumerate(config.corpus.each_source()):
         own = [s for s, piece in zip(stats, pieces, strict=True) if piece.source == i]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.errors import UserError
-from data_pipeline.hashing import Stream, below, draws, key
-from data_pipeline.token_store import StoreView, TokenStore, count_parts, find_run_edges
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.streams import Stream, derive_stream, random_below, random_u64
+from data_pipeline.sampling.token_store import StoreView, TokenStore, count_parts, find_run_edges
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
@@ -50,7 +50,7 @@ def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[n
         edges = find_run_edges(store.sentence_offsets, store.document_offsets, n_parts)
     documents, starts = edges.T
     runs = np.stack([documents[:-1], documents[1:]], axis=1)
-    dealt = sort_rows(draw=draws(stream, np.arange(len(runs))))
+    dealt = sort_rows(draw=random_u64(stream, np.arange(len(runs))))
     tokens = np.diff(starts)[dealt]
     part = (np.cumsum(tokens) - tokens) * n_parts // len(store)
     return [runs[np.sort(dealt[part == number])] for number in range(n_parts)]
@@ -111,21 +111,25 @@ def draw_pairs(
     if not len(segments.document):
         raise UserError("the corpus has no text to make sequences of; add text")
     max_tokens = max_seq_length - SPECIALS[objective]
-    cuts = key(seed, epoch, Stream.CHUNKS)
+    cuts = derive_stream(seed, epoch, Stream.CHUNKS)
     starts = chunk_starts(segments, max_tokens, short_seq_prob, cuts)
     if objective == "sop":
         back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, cuts)
-        starts = choose_directions(segments, starts, back, key(seed, epoch, Stream.DIRECTIONS))
+        starts = choose_directions(
+            segments, starts, back, derive_stream(seed, epoch, Stream.DIRECTIONS)
+        )
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
     document = segments.document[starts]
-    order = key(seed, epoch, Stream.ORDER)
+    order = derive_stream(seed, epoch, Stream.ORDER)
     if objective == "none":
         return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros_like(starts))
-    middle, inside = split_chunks(store, segments, starts, edges, key(seed, epoch, Stream.SPLIT))
+    middle, inside = split_chunks(
+        store, segments, starts, edges, derive_stream(seed, epoch, Stream.SPLIT)
+    )
     whole = np.flatnonzero(middle > edges[:-1])  # chunks of two words or more
     a_start, b_start, b_end = edges[:-1][whole], middle[whole], edges[1:][whole]
     a_end, label = b_start.copy(), np.zeros(len(whole), np.int64)
-    draw = draws(key(seed, epoch, Stream.EXCHANGE), np.arange(len(whole)))
+    draw = random_u64(derive_stream(seed, epoch, Stream.EXCHANGE), np.arange(len(whole)))
     if objective == "sop":
         if not len(whole):
             raise UserError(
@@ -138,7 +142,7 @@ def draw_pairs(
         label[swap] = 1
     else:
         text = segments.texts[document[whole]]
-        givers, takers = exchange(text, b_end - b_start, inside[whole], draw)
+        givers, takers = exchange_second_segments(text, b_end - b_start, inside[whole], draw)
         b_start[takers], b_end[takers] = b_start[givers], b_end[givers]
         label[takers] = 1
         truncate(store, a_start, a_end, b_start, b_end, max_tokens)
@@ -157,21 +161,21 @@ def chunk_starts(
     `RUN`th segment), so that none holds up the rest.
     """
     offsets, document = segments.offsets, segments.document
-    draw = draws(stream, np.arange(len(document)))
+    draw = random_u64(stream, np.arange(len(document)))
     is_start = run_starts(document)
     is_start[int(stream) % RUN :: RUN] = True
     first = np.flatnonzero(is_start)
     short = np.flatnonzero(draw & np.uint64(0xFFFF) < np.uint64(round(short_seq_prob * 65536)))
     limit = offsets[:-1] + max_tokens  # where the chunk ends that starts there
-    limit[first] -= below(draw[first], max_tokens - max_tokens // 2 + 1)
-    limit[short] = offsets[short] + 2 + below(draw[short], max_tokens - 1)
+    limit[first] -= random_below(draw[first], max_tokens - max_tokens // 2 + 1)
+    limit[short] = offsets[short] + 2 + random_below(draw[short], max_tokens - 1)
     at, end = first, np.append(first[1:], len(document))  # the chunk to be cut of each run
     while len(at):
         at = np.maximum(offsets.searchsorted(limit[at], side="right") - 1, at + 1)
         more = at < end
         at, end = at[more], end[more]
         is_start[at] = True
-    return borrow(offsets, document, np.flatnonzero(is_start), max_tokens)
+    return rebalance_single_segment_chunks(offsets, document, np.flatnonzero(is_start), max_tokens)
 
 
 def mirrored(segments: Segments) -> Segments:
@@ -190,12 +194,12 @@ def choose_directions(
     swapped ones would show by their lengths; cut from the end back, they are as much shorter.
     """
     back = np.append(0, len(segments.document) - back[:0:-1])
-    turned = draws(stream, np.arange(segments.document[-1] + 1)) >> np.uint64(63) == 1
+    turned = random_u64(stream, np.arange(segments.document[-1] + 1)) >> np.uint64(63) == 1
     of_forth, of_back = turned[segments.document[forth]], turned[segments.document[back]]
     return np.sort(np.concatenate([forth[~of_forth], back[of_back]]))
 
 
-def borrow(
+def rebalance_single_segment_chunks(
     offsets: np.ndarray, document: np.ndarray, starts: np.ndarray, max_tokens: int
 ) -> np.ndarray:
     """`starts` with a segment moved to each chunk that has only one, from the chunk before if it
@@ -221,9 +225,9 @@ def split_chunks(
     its own start.
     """
     size = np.diff(starts, append=len(segments.document))
-    draw = draws(stream, starts)
+    draw = random_u64(stream, starts)
     middle = segments.offsets[
-        starts + np.minimum(1 + below(draw, np.maximum(size - 1, 1)), size - 1)
+        starts + np.minimum(1 + random_below(draw, np.maximum(size - 1, 1)), size - 1)
     ]
     single = np.flatnonzero(size == 1)
     middle[single] = word_near(store, edges[single], edges[single + 1], draw[single])
@@ -236,7 +240,7 @@ def word_near(
 ) -> np.ndarray:
     """A word start in each (start, end): the first at or after a random place, else the last before
     it."""
-    place = start + 1 + below(draw, np.maximum(end - start - 1, 1))
+    place = start + 1 + random_below(draw, np.maximum(end - start - 1, 1))
     for step in (1, -1):
         open_ = np.flatnonzero((place > start) & (place < end))
         while len(open_):
@@ -247,7 +251,7 @@ def word_near(
     return np.where((place > start) & (place < end), place, start)
 
 
-def exchange(
+def exchange_second_segments(
     document: np.ndarray, length: np.ndarray, inside: np.ndarray, draw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(givers, takers): chunk `takers[i]` gets the B of `givers[i]`; half of all chunks, none from
@@ -372,6 +376,6 @@ def truncate(
 
 def shuffle(stream: np.uint64, *columns: np.ndarray) -> np.ndarray:
     """A `PAIR` array of the columns, its rows in an order drawn from `stream`."""
-    order = sort_rows(draw=draws(stream, np.arange(len(columns[0]))))
+    order = sort_rows(draw=random_u64(stream, np.arange(len(columns[0]))))
     rows = np.stack(columns, axis=1)
     return rows.take(order, axis=0).view(PAIR)[:, 0]

@@ -39,7 +39,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 @lru_cache
-def key(*parts: int) -> np.uint64:
+def derive_stream(*parts: int) -> np.uint64:
     """One uint64 from integers, in order: the key of a stream of draws."""
     value = np.zeros(1, np.uint64)
     for part in parts:
@@ -47,12 +47,12 @@ def key(*parts: int) -> np.uint64:
     return value[0]
 
 
-def draws(stream: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
+def random_u64(stream: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
     """Draw number `counters` of `stream`: uint64, uniform; both broadcast."""
     return mix(np.multiply(counters.astype(np.uint64) + np.uint64(1), GOLDEN) + stream)
 
 
-def below(draw: np.ndarray, limit: np.ndarray | int) -> np.ndarray:
+def random_below(draw: np.ndarray, limit: np.ndarray | int) -> np.ndarray:
     """Each uint64 of `draw` as an int64 in [0, limit), limit < 2**32; bias under 2**-32 * limit."""
     return (
         ((draw >> np.uint64(32)) * np.asarray(limit).astype(np.uint64)) >> np.uint64(32)

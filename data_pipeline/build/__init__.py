@@ -1,0 +1,1 @@
+"""documents -> token store: sentences, ids, and the order of all that, in parallel."""

@@ -1,0 +1,1 @@
+"""What every stage stands on: errors, random streams, folders, the system."""

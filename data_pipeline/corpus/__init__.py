@@ -1,0 +1,1 @@
+"""Where text comes from: readers, files, and which of the text is taken."""

@@ -1,0 +1,1 @@
+"""token store -> pairs -> masks -> batches: all that training needs of the data."""

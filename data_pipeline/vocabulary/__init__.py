@@ -1,0 +1,1 @@
+"""text -> words -> WordPiece: training, existing vocabularies, and how well one fits."""
