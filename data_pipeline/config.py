@@ -16,6 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from data_pipeline.common.errors import UserError
 
 MIN_VOCAB_SIZE = 16
+RENAMED = {  # key of 0.1.0 -> key of today
+    "source": "builtin",
+    "words": "word_segmenter",
+    "sentences": "sentence_splitter",
+    "held_out": "held_out_fraction",
+}
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
 T = TypeVar("T")
 
@@ -39,7 +45,7 @@ LAYOUTS = ("auto", "blank_line", "line", "file", "jsonl", "csv", "tsv", "parquet
 
 @dataclass
 class SourceConfig:
-    source: str | None = None
+    builtin: str | None = None
     """`python-docs`: the English prose that the installation itself carries."""
     files: Any = None
     """Files or globs, also .gz, .bz2, .xz, .zst, or folders of `save_to_disk`: one or a list."""
@@ -56,10 +62,10 @@ class SourceConfig:
     """Bytes that are not text: `strict` stops and names the place, `replace` puts U+FFFD."""
     language: str = "en"
     """ISO 639 code, for the sentence splitter."""
-    words: str | None = None
+    word_segmenter: str | None = None
     """What is masked together: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a
     function `package.module:name` that divides a str into a list of its words."""
-    sentences: str | None = None
+    sentence_splitter: str | None = None
     """Sentence splitter `str -> list[str]` by its path `package.module:function`; null:
     sentencex."""
     weight: float = 1.0
@@ -67,22 +73,23 @@ class SourceConfig:
     thrice."""
 
     def validate(self, key: str = "corpus") -> None:
-        given = [bool(self.source), bool(self.files), self.dataset is not None]
-        check(sum(given) == 1, f"{key} needs exactly one of source, files and dataset")
+        given = [bool(self.builtin), bool(self.files), self.dataset is not None]
+        check(sum(given) == 1, f"{key} needs exactly one of builtin, files and dataset")
         names = [self.files] if isinstance(self.files, str) else self.files or []
         are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
         check(are_names, f"{key}.files is {self.files!r}; it can be a file or a list of files")
-        check(self.source in (None, "python-docs"), f"{key}.source {self.source!r}: python-docs")
+        check(self.builtin in (None, "python-docs"), f"{key}.builtin {self.builtin!r}: python-docs")
         check_choice(f"{key}.layout", self.layout, LAYOUTS)
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         is_path = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*").fullmatch
         check(
-            self.words in (None, "segmenter") or is_path(self.words) is not None,
-            f"{key}.words is {self.words!r}; it can be null, segmenter or package.module:function",
+            self.word_segmenter in (None, "segmenter") or is_path(self.word_segmenter) is not None,
+            f"{key}.word_segmenter is {self.word_segmenter!r}; it can be null, segmenter or "
+            "package.module:function",
         )
         check(
-            self.sentences is None or is_path(self.sentences) is not None,
-            f"{key}.sentences {self.sentences!r} is not package.module:function",
+            self.sentence_splitter is None or is_path(self.sentence_splitter) is not None,
+            f"{key}.sentence_splitter {self.sentence_splitter!r} is not package.module:function",
         )
         check(0 < self.weight < 1e6, f"{key}.weight {self.weight} is not in (0, 1e6)")
         try:
@@ -100,12 +107,15 @@ class CorpusConfig(SourceConfig):
     keeps it."""
     deduplicate: bool = True
     """Drop what was there before: equal documents, and equal lines of 100 characters or more."""
-    held_out: float = 0.01
+    held_out_fraction: float = 0.01
     """Share of documents kept from training for evaluation, chosen by a hash of their text; of a
     small corpus more, up to a fifth, so that losses can be trusted; 0: none."""
 
     def validate(self) -> None:
-        check(0 <= self.held_out < 1, f"corpus.held_out {self.held_out} is not in [0, 1)")
+        check(
+            0 <= self.held_out_fraction < 1,
+            f"corpus.held_out_fraction {self.held_out_fraction} is not in [0, 1)",
+        )
         for item in fields(SourceConfig) if self.sources else ():
             is_default = getattr(self, item.name) == item.default
             check(is_default, f"corpus.{item.name} is given beside corpus.sources; move it there")
@@ -260,6 +270,7 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            near = [RENAMED[name]] if RENAMED.get(name) in known else near
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]

@@ -124,7 +124,7 @@ def assume_data(config: DataConfig, tokens: float | None = None) -> Assumed:
         )
     return Assumed(
         store=make_up_store(vocabulary),
-        train_tokens=size and size.stored_tokens * (1 - config.corpus.held_out),
+        train_tokens=size and size.stored_tokens * (1 - config.corpus.held_out_fraction),
         preparation=size and estimate_preparation(size, config, len(vocabulary)),
         lines=lines,
     )
@@ -258,7 +258,7 @@ def estimate_preparation(size: CorpusSize, config: DataConfig, vocab_size: int) 
     with the lists of words, 1 more with a segmenter), the token ids of each file chunk, as large as
     the store, and copies of text (`hash_chunk`).
     """
-    segmented = any(source.words for source in config.corpus.each_source())
+    segmented = any(source.word_segmenter for source in config.corpus.each_source())
     cores = int(max(1, min(count_cpus(), size.file_chunks)))
     speed = cores * (SEGMENTED_PER_SECOND if segmented else TOKENS_PER_SECOND)
     seconds = START_SECONDS + size.tokens / speed

@@ -46,7 +46,7 @@ class HeldOut:
     ):
         store = TokenStore.open(store_dir, "held_out", train.vocabulary)
         if not len(store):
-            raise UserError("no document is held out; raise corpus.held_out")
+            raise UserError("no document is held out; raise corpus.held_out_fraction")
         source = BatchSource(store, data, SEED)
         self.size = min(examples, source.part_size(0))
         starts = range(0, self.size, micro_batch_size)

@@ -51,7 +51,7 @@ def main() -> None:
     if args.what == "learn":
         return bench_learn.measure_learning(config, args.config, args.minutes)
     if args.files:
-        config.corpus = replace(config.corpus, source=None, dataset=None, files=args.files)
+        config.corpus = replace(config.corpus, builtin=None, dataset=None, files=args.files)
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         config = as_one_file(config, Path(folder))
@@ -76,7 +76,7 @@ def as_one_file(config: DataConfig, folder: Path) -> DataConfig:
                 file.write(document + "\n\n")
     corpus = replace(
         config.corpus,
-        source=None,
+        builtin=None,
         dataset=None,
         files=str(path),
         layout="blank_line",

@@ -12,7 +12,7 @@ read -ra overrides <<<"${OVERRIDES-}"
 if [ ${#files[@]} -gt 0 ]; then
     name=quickstart-$(printf '%s\n' "${files[@]}" | cksum | cut -d' ' -f1)
     list=$(printf '"%s",' "${files[@]}")
-    overrides+=(corpus.source=null "corpus.files=[${list%,}]" "data_dir=data/$name" "run_dir=runs/$name")
+    overrides+=(corpus.builtin=null "corpus.files=[${list%,}]" "data_dir=data/$name" "run_dir=runs/$name")
 fi
 run_dir=runs/${name:-quickstart}
 

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 CONFIG = """
 run_dir: {root}/run
 data_dir: {root}/data
-corpus: {{files: "{root}/topics.txt", held_out: 0.2, deduplicate: false}}
+corpus: {{files: "{root}/topics.txt", held_out_fraction: 0.2, deduplicate: false}}
 vocab: {{size: 1024}}
 data: {{max_seq_length: 64}}
 model: {{num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2,

@@ -196,7 +196,7 @@ def test_a_missing_corpus_leaves_epochs_out_and_says_how_to_get_them(
     assert "preparation" not in found
 
 
-@pytest.mark.parametrize("source", ["source: python-docs", "dataset: {path: wikipedia}"])
+@pytest.mark.parametrize("source", ["builtin: python-docs", "dataset: {path: wikipedia}"])
 def test_what_is_not_files_is_not_fetched_for_a_plan(
     prepared: Path, tmp_path: Path, source: str, no_trial, monkeypatch, capsys
 ) -> None:

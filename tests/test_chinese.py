@@ -64,7 +64,9 @@ def write_files(folder: Path, count: int = 3) -> list[str]:
 def config_of(files: list[str], data_dir: Path, words: str | None) -> DataConfig:
     return DataConfig(
         data_dir=str(data_dir),
-        corpus=CorpusConfig(files=files, language="zh", words=words, held_out=0.1),
+        corpus=CorpusConfig(
+            files=files, language="zh", word_segmenter=words, held_out_fraction=0.1
+        ),
         vocab=VocabConfig(size=140, character_coverage=1.0),
     )
 
@@ -379,9 +381,12 @@ def test_a_segmenter_that_loses_text_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("no_such_module:cut", "corpus.words no_such_module:cut cannot be imported: No module"),
+        (
+            "no_such_module:cut",
+            "corpus.word_segmenter no_such_module:cut cannot be imported: No module",
+        ),
         ("test_chinese:no_such", "cannot be imported: .*no attribute 'no_such'"),
-        ("test_chinese:WORDS", "corpus.words test_chinese:WORDS is not a function"),
+        ("test_chinese:WORDS", "corpus.word_segmenter test_chinese:WORDS is not a function"),
     ],
 )
 def test_a_segmenter_that_is_not_there_is_refused(name: str, message: str):
@@ -399,5 +404,5 @@ def test_without_rjieba_one_line_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("name", ["jieba", "a.b", ":f", "a:", "a b:c"])
 def test_a_name_that_cannot_be_one_is_refused_with_the_config(name: str):
     with pytest.raises(UserError, match="it can be null, segmenter or package.module:function"):
-        CorpusConfig(files="a.txt", words=name).validate()
-    CorpusConfig(files="a.txt", words="my_package.words:cut").validate()
+        CorpusConfig(files="a.txt", word_segmenter=name).validate()
+    CorpusConfig(files="a.txt", word_segmenter="my_package.words:cut").validate()

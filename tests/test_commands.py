@@ -81,8 +81,11 @@ def shrink(path: Path) -> None:
     """Make a recipe a matter of seconds: a small model and vocabulary and few steps. Batches,
     lengths, phases, objectives and optimizers stay."""
     recipe = yaml.safe_load(path.read_text())
-    recipe["corpus"].pop("source", None)
-    recipe["corpus"] |= {"files": recipe["corpus"].get("files", ["corpus/*.txt"]), "held_out": 0.2}
+    recipe["corpus"].pop("builtin", None)
+    recipe["corpus"] |= {
+        "files": recipe["corpus"].get("files", ["corpus/*.txt"]),
+        "held_out_fraction": 0.2,
+    }
     recipe["vocab"]["size"] = 512
     recipe["model"] |= {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     steps = 4 if recipe["train"]["global_batch_size"] < 1000 else 1

@@ -175,7 +175,7 @@ def test_a_file_slow_to_decompress_is_read_once(tmp_path: Path, block: int):
 def config_of(folder: Path, data_dir: Path, **settings) -> DataConfig:
     return DataConfig(
         data_dir=str(data_dir),
-        corpus=CorpusConfig(files=str(folder / "*.txt"), held_out=0.3, **settings),
+        corpus=CorpusConfig(files=str(folder / "*.txt"), held_out_fraction=0.3, **settings),
         vocab=VocabConfig(size=60, min_frequency=1),
         data=PairsConfig(objective="none"),
     )

@@ -154,9 +154,9 @@ def test_the_tiniest_corpora_keep_their_text_for_training(tmp_path: Path, number
 
 
 def test_a_share_of_0_holds_out_nothing(tmp_path: Path, capsys) -> None:
-    manifest, held_out = prepared_of(write_documents(486, 100), tmp_path, held_out=0.0)
+    manifest, held_out = prepared_of(write_documents(486, 100), tmp_path, held_out_fraction=0.0)
     assert not held_out and manifest["train"]["documents"] == 486
-    assert "raise corpus.held_out, to 0.01 for example" in capsys.readouterr().out
+    assert "raise corpus.held_out_fraction, to 0.01 for example" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
@@ -165,7 +165,7 @@ def test_a_share_above_the_least_size_is_what_it_was(
     tmp_path: Path, share: float, deduplicate: bool
 ) -> None:
     documents = write_documents(120, 300)
-    _, held_out = prepared_of(documents, tmp_path, held_out=share, deduplicate=deduplicate)
+    _, held_out = prepared_of(documents, tmp_path, held_out_fraction=share, deduplicate=deduplicate)
     expected = {i for i in range(120) if text_hash(documents[i].encode()) < share * 2**64}
     assert held_out == expected
 
@@ -203,7 +203,7 @@ def test_the_limit_is_that_of_the_plain_rule_whatever_the_pieces(
 ) -> None:
     folder = tmp_path_factory.mktemp("pieces")
     pieces = [[(n, 1 + (n >> 50) * 7 % 19) for n in sorted(piece)] for piece in hashes]
-    corpus = CorpusConfig(deduplicate=deduplicate, held_out=share / ALL)
+    corpus = CorpusConfig(deduplicate=deduplicate, held_out_fraction=share / ALL)
     limits = set()
     with patch.object(selection, "LEAST", np.array([3, 40])):
         for name in ("one", "other"):
@@ -300,7 +300,7 @@ def test_documents_that_repeat_count_once_where_they_are_dropped(tmp_path: Path)
 def test_documents_that_repeat_and_are_kept_stay_below_a_fifth(tmp_path: Path) -> None:
     documents = write_documents(300, 3000)
     lowest = documents[next(iter(lowest_of(documents, 1)))]
-    kept = dict(deduplicate=False, held_out=1e-9)
+    kept = dict(deduplicate=False, held_out_fraction=1e-9)
     manifest, held_out = prepared_of([*documents, *[lowest] * 29], tmp_path / "few", **kept)
     assert held_out == lowest_of(documents, 21) and manifest["held_out"]["documents"] == 50
     manifest, held_out = prepared_of([*documents, *[lowest] * 100], tmp_path / "many", **kept)
@@ -339,13 +339,13 @@ def test_a_corpus_counts_as_large_by_its_share_and_its_bytes(texts, tmp_path: Pa
     assert (
         count_bytes(list_file_chunks(CorpusConfig(files=str(packed)))) == 4 * packed.stat().st_size
     )
-    corpus = CorpusConfig(files=texts, deduplicate=False, held_out=0.1)
+    corpus = CorpusConfig(files=texts, deduplicate=False, held_out_fraction=0.1)
     pieces = list_file_chunks(corpus)
     for bound, expected in ((size // 10 + 1, True), (size // 10 - 1, False)):
         with patch.object(selection, "SURE_BYTES", bound):
             assert needs_selection(corpus, pieces) == expected
-    assert not needs_selection(CorpusConfig(deduplicate=False, held_out=0.0), pieces)
-    embedded = CorpusConfig(source="python-docs", deduplicate=False)
+    assert not needs_selection(CorpusConfig(deduplicate=False, held_out_fraction=0.0), pieces)
+    embedded = CorpusConfig(builtin="python-docs", deduplicate=False)
     assert needs_selection(embedded, list_file_chunks(embedded))
 
 
@@ -357,7 +357,7 @@ def test_a_large_corpus_is_judged_by_its_first_pieces(tmp_path: Path) -> None:
         np.save(tmp_path / f"{i}/documents.npy", hashes)
         np.save(tmp_path / f"{i}/characters.npy", np.full(10_000, 2000))
     hashed = [tmp_path / "0", tmp_path / "1", tmp_path / "never read"]
-    corpus = CorpusConfig(deduplicate=False, held_out=0.01)
+    corpus = CorpusConfig(deduplicate=False, held_out_fraction=0.01)
     assert find_limit(corpus, hashed, tmp_path) == share_limit(0.01)
 
 
@@ -384,9 +384,15 @@ def manifest_of(documents: int, tokens: int, **settings) -> dict:
         (manifest_of(5000, 19_999), "only 5,000 documents of 19,999 tokens are held out;"),
         (manifest_of(1, 7), "only 1 document of 7 tokens are held out; "),
         (manifest_of(0, 0), "no document is held out, so there is no evaluation; "),
-        (manifest_of(1, 7), "; add text, or raise corpus.held_out above 0.2"),
-        (manifest_of(1, 7, **{"corpus.held_out": 0.4}), "or raise corpus.held_out above 0.4"),
-        (manifest_of(0, 0, **{"corpus.held_out": 0}), "; raise corpus.held_out, to 0.01 for"),
+        (manifest_of(1, 7), "; add text, or raise corpus.held_out_fraction above 0.2"),
+        (
+            manifest_of(1, 7, **{"corpus.held_out_fraction": 0.4}),
+            "or raise corpus.held_out_fraction above 0.4",
+        ),
+        (
+            manifest_of(0, 0, **{"corpus.held_out_fraction": 0}),
+            "; raise corpus.held_out_fraction, to 0.01 for",
+        ),
         ({"held_out": {"documents": 1, "tokens": 7}}, "need 50 documents and 20,000 tokens to be"),
     ],
 )
@@ -406,7 +412,7 @@ def test_a_line_is_red_on_a_terminal_only_and_where_colours_are_wanted(monkeypat
 
 WARNING = re.compile(
     r"warning: only \d+ documents? of [\d,]+ tokens are held out; .*; add text, or raise "
-    r"corpus\.held_out above 0\.2"
+    r"corpus\.held_out_fraction above 0\.2"
 )
 
 
@@ -469,7 +475,7 @@ def test_the_plan_has_the_warning(small: Path, tmp_path: Path, capsys) -> None:
 def test_without_held_out_documents_training_says_so_once(
     small: Path, tmp_path: Path, capsys
 ) -> None:
-    overrides = [f"data_dir={tmp_path}/data", "corpus.held_out=0"]
+    overrides = [f"data_dir={tmp_path}/data", "corpus.held_out_fraction=0"]
     prepare(load_config(DataConfig, str(small / "config.yaml"), overrides, OTHERS), workers=1)
     capsys.readouterr()
     config = config_to_train(small, tmp_path / "run")

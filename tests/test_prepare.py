@@ -37,7 +37,7 @@ def uninterrupted(files: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 def config_of(files: list[str], data_dir: Path, **changes) -> DataConfig:
     return DataConfig(
         data_dir=str(data_dir),
-        corpus=CorpusConfig(files=files, held_out=0.1),
+        corpus=CorpusConfig(files=files, held_out_fraction=0.1),
         vocab=VocabConfig(**{"size": 512} | changes),
     )
 
@@ -86,7 +86,7 @@ def test_names_of_special_tokens_in_a_corpus_stay_text(tmp_path: Path):
     (tmp_path / "a.txt").write_text("\n\n".join([text] * 20))
     config = DataConfig(
         data_dir=str(tmp_path / "data"),
-        corpus=CorpusConfig(files=str(tmp_path / "a.txt"), held_out=0, deduplicate=False),
+        corpus=CorpusConfig(files=str(tmp_path / "a.txt"), held_out_fraction=0, deduplicate=False),
         vocab=VocabConfig(size=64, lowercase=False, character_coverage=1.0),
     )
     prepare(config, workers=1)
@@ -263,7 +263,7 @@ def test_a_changed_file_is_noticed(files: list[str], tmp_path: Path):
 def write_config(folder: Path, files: list[str] | str, more: str = "") -> Path:
     path = folder / "c.yaml"
     path.write_text(
-        f"data_dir: {folder}/data\ncorpus: {{files: {files}, held_out: 0.1}}\n"
+        f"data_dir: {folder}/data\ncorpus: {{files: {files}, held_out_fraction: 0.1}}\n"
         f"vocab: {{size: 512}}\n{more}"
     )
     return path
@@ -308,7 +308,7 @@ def test_a_mistake_ends_in_one_line_and_code_2(tmp_path: Path, text, args, messa
     data = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "a.txt").write_bytes(data)
     write_config(tmp_path, str(tmp_path / "a.txt"))
-    assert_one_line(tmp_path, ["corpus.held_out=0", *args], message)
+    assert_one_line(tmp_path, ["corpus.held_out_fraction=0", *args], message)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_an_error_in_a_worker_ends_in_one_line(files: list[str], tmp_path: Path)
 def test_a_half_of_an_emoji_in_json_is_no_crash(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d of it, and more words"}\n' * 20)
     write_config(tmp_path, str(tmp_path / "a.jsonl"))
-    settings = ("vocab.size=32", "corpus.held_out=0", "corpus.deduplicate=false")
+    settings = ("vocab.size=32", "corpus.held_out_fraction=0", "corpus.deduplicate=false")
     code, lines = run_cli(tmp_path / "c.yaml", *settings)
     assert (code, lines) == (0, [])
 

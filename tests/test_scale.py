@@ -52,7 +52,7 @@ def config_of(files: list[str], data_dir: Path) -> DataConfig:
     not."""
     return DataConfig(
         data_dir=str(data_dir),
-        corpus=CorpusConfig(files=files, held_out=0.4, deduplicate=False),
+        corpus=CorpusConfig(files=files, held_out_fraction=0.4, deduplicate=False),
         vocab=VocabConfig(size=512),
     )
 
@@ -228,7 +228,7 @@ def test_a_task_index_without_its_number_is_one_line(args: list[str]):
 
 def write_config(folder: Path, files: list[str]) -> Path:
     path = folder / "c.yaml"
-    corpus = f"{{files: {files}, held_out: 0.4, deduplicate: false}}"
+    corpus = f"{{files: {files}, held_out_fraction: 0.4, deduplicate: false}}"
     path.write_text(f"data_dir: {folder}/data\ncorpus: {corpus}\nvocab: {{size: 512}}")
     return path
 

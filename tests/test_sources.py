@@ -182,7 +182,7 @@ def document(i: int) -> str:
 def config_of(folder: Path, sources: list[SourceConfig], size: int = 48, **settings) -> DataConfig:
     return DataConfig(
         data_dir=str(folder / "data"),
-        corpus=CorpusConfig(sources=sources, **{"held_out": 0.3} | settings),
+        corpus=CorpusConfig(sources=sources, **{"held_out_fraction": 0.3} | settings),
         vocab=VocabConfig(size=size, min_frequency=1, character_coverage=1.0),
         data=PairsConfig(objective="none"),
     )
@@ -264,7 +264,7 @@ def test_each_source_is_read_its_own_way_and_ends_in_a_line(tmp_path: Path, caps
             dataset=DatasetConfig("json", data_files=str(tmp_path / "c.jsonl")), weight=2.0
         ),
     ]
-    prepare(config_of(tmp_path, sources, size=24, held_out=0.0), workers=1)
+    prepare(config_of(tmp_path, sources, size=24, held_out_fraction=0.0), workers=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("corpus: ")]
     assert [re.sub(r"^corpus: .*/|\d+ tokens, ", "", line) for line in lines] == [
         "a.txt (layout blank_line, weight 1): 8 bytes, 2 documents, 2 sentences, 4 words, "
@@ -300,7 +300,10 @@ def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
         ("{sources: [{files: b, weight: .nan}]}", r"sources\[0\]\.weight nan is not in"),
         ("{sources: [b.txt]}", r"c\.yaml, key corpus\.sources"),
         ("{sources: {files: b}}", r"c\.yaml: corpus\.sources is not a list of sources"),
-        ("{files: a, sentences: nltk}", "corpus.sentences 'nltk' is not package.module:function"),
+        (
+            "{files: a, sentence_splitter: nltk}",
+            "corpus.sentence_splitter 'nltk' is not package.module:function",
+        ),
     ],
 )
 def test_a_slip_in_the_sources_is_named(tmp_path: Path, text: str, message: str):

@@ -56,7 +56,7 @@ def digest(values: np.ndarray, dtype: str) -> str:
 
 
 def config_of(files: list[str], data_dir: Path, **corpus) -> DataConfig:
-    corpus = CorpusConfig(files=files, **({"held_out": 0.1} | corpus))
+    corpus = CorpusConfig(files=files, **({"held_out_fraction": 0.1} | corpus))
     return DataConfig(data_dir=str(data_dir), corpus=corpus, vocab=VocabConfig(size=512))
 
 
@@ -194,7 +194,7 @@ def test_a_store_of_schema_1_is_read_as_it_was(old: Path, name: str) -> None:
 
 def test_a_store_of_schema_1_is_known_for_the_same(old: Path, capsys) -> None:
     before = contents(old / "prepared")
-    for overrides in ([], ["data_dir=prepared_words", "corpus.words=pair_words:split"]):
+    for overrides in ([], ["data_dir=prepared_words", "corpus.word_segmenter=pair_words:split"]):
         prepare(load_config(DataConfig, "config.yaml", overrides, others=OTHERS), workers=1)
         assert "is there already" in capsys.readouterr().out
     assert {k: v for k, v in contents(old / "prepared").items() if k != MARKER} == before

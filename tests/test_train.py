@@ -449,7 +449,7 @@ def test_a_store_that_cannot_give_pairs_is_refused_before_anything_is_written(
 ) -> None:
     text = (prepared / "topics.txt").read_text().split("\n\n")[0]
     (tmp_path / "one.txt").write_text(text + "\n\n" + text.split("\n")[0] + "\n")
-    files = (f"corpus.files={tmp_path}/one.txt", "corpus.held_out=0", "vocab.size=96")
+    files = (f"corpus.files={tmp_path}/one.txt", "corpus.held_out_fraction=0", "vocab.size=96")
     places = (f"data_dir={tmp_path}/data", "vocab.min_frequency=1")
     config = load_config(Config, str(prepared / "config.yaml"), [*files, *places])
     prepare(config, workers=1)

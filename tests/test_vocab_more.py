@@ -117,7 +117,7 @@ def test_a_full_table_gives_the_same_files_for_any_number_of_workers(
     for workers in (1, 3):
         config = DataConfig(
             data_dir=str(tmp_path / str(workers)),
-            corpus=CorpusConfig(files=str(tmp_path / "*.txt"), held_out=0.1),
+            corpus=CorpusConfig(files=str(tmp_path / "*.txt"), held_out_fraction=0.1),
             vocab=VocabConfig(size=512),
         )
         with patch("data_pipeline.vocabulary.training.MAX_WORDS", 2000):
@@ -141,7 +141,7 @@ def write_vocabulary(folder: Path, pieces: list[str] = OLD, **flags) -> Path:
 
 
 def prepare_with(prepared: Path, data_dir: Path, **vocab) -> None:
-    corpus = CorpusConfig(files=str(prepared / "topics.txt"), held_out=0.1)
+    corpus = CorpusConfig(files=str(prepared / "topics.txt"), held_out_fraction=0.1)
     prepare(DataConfig(data_dir=str(data_dir), corpus=corpus, vocab=VocabConfig(**vocab)), 1)
 
 

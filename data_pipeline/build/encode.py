@@ -48,11 +48,11 @@ def scan_chunk(
 
     `words.txt` (word i on line i), `stats.json`, and for each split `words.u4`, `sentences.i4`
     (words in each), `documents.i4` (sentences in each) and `counts.npy` (of each word); where
-    `corpus.words` names a segmenter also `units.u1` (whether a masking unit starts at each word).
+    `corpus.word_segmenter` names one also `units.u1` (whether a masking unit starts at each word).
     """
     source, rejects, corpus_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
-    split = sentence_splitter(source.language, source.sentences)
-    segment = load_segmenter(source.words)
+    split = sentence_splitter(source.language, source.sentence_splitter)
+    segment = load_segmenter(source.word_segmenter)
     selected.open()
     splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
     numbering = partial(number_words, split=splitter, index=index)

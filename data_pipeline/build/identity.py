@@ -12,9 +12,10 @@ from dataclasses import asdict
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk
 
-SOURCE = ("text_field", "encoding", "errors", "language", "words", "sentences", "weight")
+SOURCE = ("text_field", "encoding", "errors", "language", "weight")
+SOURCE += ("word_segmenter", "sentence_splitter")
 DATASET = ("path", "name", "split", "data_files", "text_column")
-CORPUS = ("deduplicate", "held_out")
+CORPUS = ("deduplicate", "held_out_fraction")
 VOCAB = (
     "size",
     "lowercase",
@@ -86,10 +87,14 @@ def key_of_schema_1(
     """What the manifests of schema 1 have as `key`: a hash of every field that there was."""
 
     def fields(source: SourceConfig) -> dict:
-        values = {name: getattr(source, name) for name in ("source", "files", "layout", *SOURCE)}
-        return values | {"dataset": named(source.dataset, DATASET)}
+        old = {"source": source.builtin, "files": source.files, "layout": source.layout}
+        old |= {"words": source.word_segmenter, "sentences": source.sentence_splitter}
+        same = ("text_field", "encoding", "errors", "language", "weight")
+        old |= {name: getattr(source, name) for name in same}
+        return old | {"dataset": named(source.dataset, DATASET)}
 
-    described = fields(corpus) | {name: getattr(corpus, name) for name in CORPUS}
+    described = fields(corpus) | {"deduplicate": corpus.deduplicate}
+    described["held_out"] = corpus.held_out_fraction
     described["sources"] = [fields(source) for source in corpus.sources]
     words = {name: getattr(vocab, name) for name in VOCAB} | {"path": existing}
     return hash_json([1, described, words, [asdict(piece) for piece in pieces]])

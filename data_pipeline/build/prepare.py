@@ -95,8 +95,8 @@ def prepare(
         finish=finish,
     )
     for source in config.corpus.each_source():  # not there: better said now
-        sentence_splitter(source.language, source.sentences)
-        load_segmenter(source.words)
+        sentence_splitter(source.language, source.sentence_splitter)
+        load_segmenter(source.word_segmenter)
     with lock_folder(data_dir, shared=array_task is not None):
         if array_task is None:
             remove_others(work_dir, key)

@@ -50,7 +50,7 @@ def load_splitter(plug_in: str) -> Callable[[str], list[str]]:
         function = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"corpus.sentences {plug_in} cannot be imported from {os.getcwd()}: {error}"
+            f"corpus.sentence_splitter {plug_in} cannot be imported from {os.getcwd()}: {error}"
         ) from None
 
     def split(paragraph: str) -> list[str]:
@@ -60,8 +60,8 @@ def load_splitter(plug_in: str) -> Callable[[str], list[str]]:
         ):
             return sentences
         raise UserError(
-            f"corpus.sentences {plug_in} gave {str(sentences)[:80]!r} for {paragraph[:80]!r}; it "
-            "must give a list of str without line ends"
+            f"corpus.sentence_splitter {plug_in} gave {str(sentences)[:80]!r} for "
+            f"{paragraph[:80]!r}; it must give a list of str without line ends"
         )
 
     return split

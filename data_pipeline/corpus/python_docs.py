@@ -1,6 +1,6 @@
 """**corpus**, the embedded one: English prose which the Python installation already carries.
 
-It stands at the very start of the journey (`corpus.source: python-docs`), so that a quick start
+It stands at the very start of the journey (`corpus.builtin: python-docs`), so that a quick start
 needs no download. Modules are parsed with `ast` and never imported.
 """
 

@@ -79,7 +79,7 @@ def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
 
 
 def list_source(source: SourceConfig) -> list[FileChunk]:
-    if source.source:
+    if source.builtin:
         return [FileChunk("python-docs", "python-docs")]
     if source.dataset:
         shares = getattr(open_dataset(source.dataset), "num_shards", 1)
@@ -100,7 +100,7 @@ def list_source(source: SourceConfig) -> list[FileChunk]:
 
 def name_source(source: SourceConfig) -> str:
     """What a source is called in messages: its first file, or its dataset."""
-    first, *others = to_list(source.files) or [source.source or source.dataset.path]
+    first, *others = to_list(source.files) or [source.builtin or source.dataset.path]
     return f"{first} and {len(others)} more" if others else first
 
 

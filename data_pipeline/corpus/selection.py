@@ -6,9 +6,9 @@ which of them an earlier piece has. So a piece can then be scanned alone, on any
 stays where it comes first in the order of pieces.
 
 The rule of the held-out split: the documents whose hash is below a limit, whatever the order of
-files. The limit is that of the share `corpus.held_out`; where fewer documents or less text than
-losses need to be trusted are below it, it rises until there are enough, but not above a fifth of
-all. Of 486 long documents a share of 1 % takes about five: the limit rises until 50 are below it.
+files. The limit is that of the share `corpus.held_out_fraction`; where fewer documents or less
+text than losses need to be trusted are below it, it rises until there are enough, but not above a
+fifth of all. Of 486 long documents a share of 1 % takes about five: the limit rises until 50 are below it.
 Of 30 it takes six at most.
 
 The rule of weights: of a source's N distinct documents to train on, weight w takes w N in all,
@@ -51,7 +51,7 @@ def needs_selection(corpus: CorpusConfig, pieces: list[FileChunk]) -> bool:
     return (
         corpus.deduplicate
         or any(source.weight % 1 for source in corpus.each_source())
-        or 0 < corpus.held_out * count_bytes(pieces) < SURE_BYTES
+        or 0 < corpus.held_out_fraction * count_bytes(pieces) < SURE_BYTES
     )
 
 
@@ -177,7 +177,7 @@ def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
     Duplicates count once where they are dropped. Less than `LEAST` may stay where a weight below 1
     samples the held-out documents, or repeated paragraphs are dropped from them.
     """
-    share, total = share_limit(corpus.held_out), np.zeros(2, np.int64)
+    share, total = share_limit(corpus.held_out_fraction), np.zeros(2, np.int64)
     hashes, sizes = np.zeros(0, np.uint64), np.zeros((0, 2), np.int64)
     for i, folder in enumerate(hashed if share else ()):
         new, characters = (np.load(folder / f"{name}.npy") for name in ("documents", "characters"))
@@ -323,7 +323,9 @@ def select(
 ) -> list[Selection]:
     """What to take of each piece, from the hashes in `hashed` and what `find_earlier` wrote."""
     sources, is_needed = corpus.each_source(), needs_selection(corpus, pieces)
-    limit = find_limit(corpus, hashed, earlier) if is_needed else share_limit(corpus.held_out)
+    limit = (
+        find_limit(corpus, hashed, earlier) if is_needed else share_limit(corpus.held_out_fraction)
+    )
     chosen = [Selection(sources[piece.source].weight, limit) for piece in pieces]
     if not is_needed:
         return chosen

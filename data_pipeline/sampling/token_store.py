@@ -301,10 +301,10 @@ def held_out_shortfall(manifest: dict) -> str | None:
     if not documents:
         found = "no document is held out, so there is no evaluation"
     # a share up to a fifth changes nothing: so much is held out of a small corpus in any case
-    share = manifest.get("settings", {}).get("corpus.held_out", 0.01)
-    advice = f"add text, or raise corpus.held_out above {max(share, 0.2):g}"
+    share = manifest.get("settings", {}).get("corpus.held_out_fraction", 0.01)
+    advice = f"add text, or raise corpus.held_out_fraction above {max(share, 0.2):g}"
     return (
         f"{found}; losses on held-out text need {HELD_OUT_DOCUMENTS} documents and "
         f"{HELD_OUT_TOKENS:,} tokens to be trusted; "
-        + (advice if share else "raise corpus.held_out, to 0.01 for example")
+        + (advice if share else "raise corpus.held_out_fraction, to 0.01 for example")
     )

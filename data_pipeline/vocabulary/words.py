@@ -232,14 +232,14 @@ def cut_sentence(sentence: str, segment: Segmenter) -> str:
     out = CUT.join(segment(sentence))
     if out.replace(CUT, "") != sentence:
         raise UserError(
-            "corpus.words: the words of a segmenter must give the text again, with every space; "
-            f"{sentence[:40]!r} became {out.split(CUT)[:10]!r}"
+            "corpus.word_segmenter: the words of a segmenter must give the text again, with every "
+            f"space; {sentence[:40]!r} became {out.split(CUT)[:10]!r}"
         )
     return out
 
 
 def load_segmenter(name: str | None) -> Segmenter | None:
-    """The function that `corpus.words` names, if any; raises `UserError` if it is not there."""
+    """Load the function that `corpus.word_segmenter` names, if any; raises `UserError`."""
     if name is None:
         return None
     if name == "segmenter":
@@ -247,14 +247,16 @@ def load_segmenter(name: str | None) -> Segmenter | None:
             import rjieba
         except ImportError:
             raise UserError(
-                "corpus.words=segmenter needs rjieba: pip install -e '.[chinese]'"
+                "corpus.word_segmenter=segmenter needs rjieba: pip install -e '.[chinese]'"
             ) from None
         return rjieba.cut
     module, _, function = name.partition(":")
     try:
         segment = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise UserError(f"corpus.words {name} cannot be imported: {error}") from None
+        raise UserError(f"corpus.word_segmenter {name} cannot be imported: {error}") from None
     if not callable(segment):
-        raise UserError(f"corpus.words {name} is not a function but {type(segment).__name__}")
+        raise UserError(
+            f"corpus.word_segmenter {name} is not a function but {type(segment).__name__}"
+        )
     return segment
