@@ -1,6 +1,6 @@
-"""Every command that is shipped runs as it is written: in README, docs, the headers of recipes and
-launch files, and scripts. Recipes are shrunk beforehand, commands are not touched; what needs eight
-GPUs or several machines is checked by its arithmetic."""
+"""Every command that is shipped runs as it is written: in README, docs, the contributor's page, the
+headers of recipes and launch files, and scripts. Recipes are shrunk beforehand, commands are not
+touched; what needs eight GPUs or several machines is checked by its arithmetic."""
 
 import os
 import re
@@ -19,6 +19,11 @@ from data_pipeline.sampling.batches import count_passes, cut_evenly
 from pretrain.config import Config, phases_of
 
 ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+]
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
 COMMAND = re.compile(
     r"(?:^#? *|`)((?:bash|python3?|accelerate|sbatch|source|pip|dask) [^`\n]+)", re.M
@@ -28,13 +33,12 @@ PLACEHOLDER = re.compile(r"\b(CONFIG|FILE|HEAD|FOLDER|N|DIR|RUN_DIR|OUT_DIR)\b")
 
 def shipped() -> dict[str, str]:
     """Command -> the file that ships it, in the order of reading."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     headers = [
         *sorted((ROOT / "configs").rglob("*.yaml")),
         *sorted((ROOT / "scripts").glob("*.slurm")),
     ]
     found: dict[str, str] = {}
-    for path in pages + headers:
+    for path in PAGES + headers:
         text = path.read_text(encoding="utf-8")
         if path in headers:
             text = "".join(line for line in text.splitlines(True) if line.startswith("#"))
@@ -68,10 +72,42 @@ def of_kind(kind: str) -> list[str]:
     return [command for command in COMMANDS if kind_of(command) == kind]
 
 
+ENTRY_POINTS = {  # what a command of each kind can begin with
+    "run": r"python -m (data_pipeline|pretrain)|python scripts/|accelerate launch --config_file ",
+    "arithmetic": r"accelerate launch --config_file configs/accelerate/|sbatch --nodes ",
+    "placeholder": r"python -m (data_pipeline|pretrain|pytest)|python (scripts|tests)/"
+    r"|bash scripts/|accelerate launch |sbatch |dask worker ",
+    "install": r"source \.venv/bin/activate$|pip install -e |python3 -m venv ",
+    "elsewhere": r"bash scripts/(quickstart|test)\.sh|python scripts/benchmark\.py ",
+}
+
+
 def test_every_kind_of_command_is_found() -> None:
-    for kind, least in {"run": 12, "arithmetic": 8, "placeholder": 5, "install": 3}.items():
+    wanted = {"run": 17, "arithmetic": 12, "placeholder": 18, "install": 4, "elsewhere": 3}
+    for kind, least in wanted.items():
         assert len(of_kind(kind)) >= least, (kind, of_kind(kind))
     assert "bash scripts/quickstart.sh" in of_kind("elsewhere")
+
+
+def test_every_command_is_one_of_its_kind() -> None:
+    """A line of prose that begins like a command would be run as one."""
+    strange = [c for c in COMMANDS if not re.match(ENTRY_POINTS[kind_of(c)], c)]
+    assert not strange
+
+
+def test_every_line_of_an_unnamed_block_is_a_command() -> None:
+    for path in PAGES:
+        blocks = re.split(r"^```(.*)\n", path.read_text(encoding="utf-8"), flags=re.M)
+        for language, block in zip(blocks[1::4], blocks[2::4], strict=True):
+            for line in block.splitlines() if language in ("", "bash") else ():
+                command = re.split(r"  +#", line)[0].strip()
+                assert command in COMMANDS or command.startswith(".venv/bin/python -m pip "), line
+
+
+def test_a_real_run_goes_from_the_plan_to_the_export() -> None:
+    commands = [c for c in of_kind("run") if COMMANDS[c] == "README.md"]
+    modules = [re.match(r"python -m ([\w.]+) ", c)[1] for c in commands[:4]]
+    assert modules == ["pretrain.plan", "data_pipeline", "pretrain", "pretrain.export"]
 
 
 # --- what runs here -------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The README is true: its commands run, on a small corpus, and the files it names are there."""
+"""README and docs are true: the quick start runs, and files, links, tests and configs that they
+name are there. `tests/test_commands.py` runs the commands."""
 
 import os
 import re
@@ -9,8 +10,32 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.config import load_config
+from pretrain.config import Config
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PROJECT_FILES = [
+    str(path.relative_to(ROOT))
+    for pattern in ("*.*", "*/*.*", "*/*/*.*")
+    for path in ROOT.glob(pattern)
+    if path.parts[len(ROOT.parts)] not in ("data", "runs", ".venv")
+]
+MADE = {  # files that preparation, a run or an export makes
+    *("manifest.json", "report.html", "report.json"),
+    *("tokens.npy", "sentence_offsets.npy", "document_offsets.npy"),
+    *("word_starts.npy", "run_edges.npy"),
+    *("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png"),
+    *("state.json", "bad_batch.json"),
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "export.json"),
+}
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+README = read(ROOT / "README.md")
 SMALL = (
     "vocab.size=512 data.max_seq_length=32 train.max_steps=4 train.warmup_steps=1 "
     "train.eval_every=4 train.save_every=4 train.eval_examples=64"
@@ -50,13 +75,67 @@ def test_quickstart_goes_from_a_file_to_a_filled_mask(prepared: Path) -> None:
     assert "held-out MLM loss" in done.stdout + done.stderr
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
-    names = re.findall(r"\b[\w/]+\.(?:yaml|py|sh)\b", README)
-    known = {p.name for p in ROOT.rglob("*") if ".venv" not in p.parts}
-    missing = [
-        n for n in names if Path(n).name not in known and not n.startswith(("runs/", "config"))
-    ]
-    assert len(names) > 20 and not missing
+def test_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert not [line for line in lines if len(line) > 120]
+
+
+def is_there(name: str) -> bool:
+    """Whether a file of the project has this path or, of a path that is cut short, this end."""
+    return any(f"/{path}".endswith(f"/{name}") for path in PROJECT_FILES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_there_or_made_by_a_run(page: Path) -> None:
+    names = re.findall(
+        r"[\w./-]*\w\.(?:yaml|py|sh|slurm|toml|md|jsonl?|html|png|npy)\b", read(page)
+    )
+    missing = {
+        name for name in names if Path(name).name not in MADE and not is_there(name.lstrip("./"))
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", read(page)):
+        if not target.startswith("https://"):
+            name, _, heading = target.partition("#")
+            path = page.parent / name if name else page
+            assert path.is_file(), target
+            assert not heading or heading in anchors(read(path)), target
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which a link finds the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_can_be_reached_from_readme() -> None:
+    linked = set(re.findall(r"\]\(([\w/.]+\.md)\)", README))
+    assert linked == {str(page.relative_to(ROOT)) for page in PAGES} - {"README.md"}
+
+
+def test_every_guarantee_names_tests_that_exist() -> None:
+    text = read(ROOT / "docs/guarantees.md")
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    promises = re.findall(r"^\*\*.+?(?=^\*\*|^## |\Z)", text, re.M | re.S)
+    assert len(promises) > 20
+    assert all("::test_" in promise for promise in promises)
+    missing = [name for path, name in named if f"\ndef {name}(" not in read(ROOT / path)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_config_of_a_page_can_be_loaded(page: Path, tmp_path: Path) -> None:
+    for block in re.findall(r"^```yaml\n(.*?)^```", read(page), re.M | re.S):
+        for section in re.split(r"^(?=\w)", block, flags=re.M)[1:]:
+            path = tmp_path / "config.yaml"
+            path.write_text(section)
+            corpus = [] if section.startswith("corpus") else ["corpus.builtin=python-docs"]
+            load_config(Config, str(path), corpus)
 
 
 @pytest.mark.parametrize("name", ["test.sh", "quickstart.sh"])
