@@ -1,1 +1,34 @@
-"""Raw text -> vocabulary -> token store -> sentence pairs -> masks -> batches."""
+"""Raw text -> vocabulary -> token store -> sentence pairs -> masks -> batches.
+
+As a library, with the names below imported when they are first used:
+
+    from pathlib import Path
+    from data_pipeline import BatchSource, DataConfig, TokenStore
+    from data_pipeline import load_config, prepare, read_vocabulary
+
+    sections = ("model", "train", "tracking", "export")  # of a config, that are not about data
+    config = load_config(DataConfig, "configs/mini.yaml", others=sections)
+    prepare(config)
+    folder = Path(config.data_dir)
+    store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
+    batch = BatchSource(store, config.data, config.seed).batch(0, 32)
+"""
+
+from importlib import import_module
+
+HOMES = {
+    "BatchSource": "data_pipeline.sampling.batches",
+    "DataConfig": "data_pipeline.config",
+    "TokenStore": "data_pipeline.sampling.token_store",
+    "load_config": "data_pipeline.config",
+    "prepare": "data_pipeline.build.prepare",
+    "read_vocabulary": "data_pipeline.sampling.token_store",
+}
+__all__ = sorted(HOMES)
+
+
+def __getattr__(name: str):
+    """Import a public name when it is first asked for: training must not load what prepares."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)

@@ -47,5 +47,10 @@ def read_share(index: int | None, number: int | None) -> tuple[int, int] | None:
     return index, number
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the command; a mistake of the user ends in one line and exit code 2."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    run()

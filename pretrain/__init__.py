@@ -1,6 +1,18 @@
-"""Batches -> BertForPreTraining -> a Hugging Face checkpoint."""
+"""Batches -> BertForPreTraining -> a Hugging Face checkpoint.
+
+As a library (`Config` and `load_config` are imported when they are first used):
+
+    from pathlib import Path
+    from pretrain import Config, export, load_config, train
+
+    config = load_config(Config, "configs/mini.yaml", ["train.max_steps=100"])
+    train.train(config)
+    checkpoint = Path("runs/mini/checkpoints/step-00000100")
+    export.export_checkpoint(checkpoint, config, Path("exported"))
+"""
 
 import os
+from importlib import import_module
 
 # Read when torch is loaded: turns that a thread waits for another before it sleeps. GNU's 300,000
 # make two threads twenty times as slow as one when another process needs a core; none halve the
@@ -8,3 +20,13 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # Products of each new shape are made ready once and kept, 1,024 of them in up to a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+
+HOMES = {"Config": "pretrain.config", "load_config": "data_pipeline.config"}
+__all__ = sorted(HOMES)
+
+
+def __getattr__(name: str):
+    """Import a public name when it is first asked for."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)

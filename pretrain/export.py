@@ -467,5 +467,10 @@ def main() -> None:
         print(f"pushed to {push(out_dir, args.push, args.private)}")
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the command; a mistake of the user ends in one line and exit code 2."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    run()
