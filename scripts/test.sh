@@ -5,4 +5,5 @@ EXTRAS=dev
 source "$(dirname "$0")/setup.sh"
 ruff check .
 ruff format --check .
-python -m pytest "$@"
+# two at a time: most of them wait for processes that they start
+python -m pytest -n 2 --dist worksteal "$@"

@@ -19,7 +19,7 @@ from reference_pairs import (
     segments_of,
 )
 
-from data_pipeline.common import streams as hashing
+from data_pipeline.common import streams
 from data_pipeline.common.errors import UserError
 from data_pipeline.sampling import pairs as module
 from data_pipeline.sampling.pairs import cut_segments, draw_pairs
@@ -88,11 +88,13 @@ hypothesis_settings = settings(
 def test_the_generator_is_splitmix64_of_key_and_counter() -> None:
     # the first three outputs of the published generator for state 1234567
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    given_state = hashing.draws(np.uint64(1234567), np.arange(3))
+    given_state = streams.random_u64(np.uint64(1234567), np.arange(3))
     assert given_state.tolist() == published
-    assert int(hashing.key(5, 2**70 + 1, -1)) == key(5, 2**70 + 1, -1)
-    stream = hashing.key(1, 2)
-    assert hashing.draws(stream, np.arange(50)).tolist() == [draw(key(1, 2), i) for i in range(50)]
+    assert int(streams.derive_stream(5, 2**70 + 1, -1)) == key(5, 2**70 + 1, -1)
+    stream = streams.derive_stream(1, 2)
+    assert streams.random_u64(stream, np.arange(50)).tolist() == [
+        draw(key(1, 2), i) for i in range(50)
+    ]
 
 
 @pytest.mark.parametrize("max_seq_length", LENGTHS)

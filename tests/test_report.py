@@ -402,7 +402,7 @@ def test_a_store_that_does_not_name_its_sources_has_a_page(result) -> None:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "data_pipeline.report.page", *map(str, arguments)]
+    command = [sys.executable, "-m", "data_pipeline.report", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
