@@ -1,1 +1,1 @@
-"""Raw text -> vocabulary -> token store -> sentence pairs -> masks -> batches."""
+"""Turn raw text into training batches: vocabulary, token store, sentence pairs, masks, batches."""
