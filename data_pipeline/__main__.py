@@ -1,4 +1,4 @@
-"""`python -m data_pipeline CONFIG [key=value ...]`: corpus -> vocabulary -> token store."""
+"""Prepare a corpus for training: `python -m data_pipeline CONFIG [key=value ...]`."""
 
 import argparse
 from pathlib import Path
@@ -11,38 +11,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data_pipeline", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--workers", type=int, help="processes; default: one a core")
-    parser.add_argument("--cluster", metavar="ADDRESS", help="dask scheduler whose workers do it")
-    parser.add_argument("--task-index", type=int, metavar="I", help="of a job array: do tasks")
+    parser.add_argument("--workers", type=int, help="processes; default: one per core")
+    parser.add_argument("--cluster", metavar="ADDRESS", help="use the workers of a dask scheduler")
+    parser.add_argument("--task-index", type=int, metavar="I", help="in a job array: do tasks")
     parser.add_argument("--num-tasks", type=int, metavar="N", help="I, I + N, ... of this stage")
-    parser.add_argument("--finish", action="store_true", help="end the stage that an array did")
+    parser.add_argument("--finish", action="store_true", help="complete the stage of a job array")
     parser.add_argument("--verify", action="store_true", help="compare a store with its hashes")
     args = parser.parse_intermixed_args()
-    share = read_share(args.task_index, args.num_tasks)
-    if (share is not None) + args.finish + args.verify > 1:
+    array_task = read_array_task(args.task_index, args.num_tasks)
+    if (array_task is not None) + args.finish + args.verify > 1:
         raise UserError("--task-index, --finish and --verify are different commands; give one")
     config = load_config(
         DataConfig, args.config, args.overrides, others=("model", "train", "tracking", "export")
     )
 
-    # after the config: a mistake in it shows at once
+    # slow imports come after the config, so that a mistake in it shows at once
     from data_pipeline.build.assemble import verify
     from data_pipeline.build.prepare import prepare
 
     if args.verify:
         verify(Path(config.data_dir))
     else:
-        prepare(config, args.workers, cluster=args.cluster, array_task=share, finish=args.finish)
+        prepare(
+            config, args.workers, cluster=args.cluster, array_task=array_task, finish=args.finish
+        )
 
 
-def read_share(index: int | None, number: int | None) -> tuple[int, int] | None:
-    """(I, N) of a job array, or None; raises `UserError` if I is not one of N tasks."""
+def read_array_task(index: int | None, number: int | None) -> tuple[int, int] | None:
+    """Check the task of a job array: (I, N), or None; raises `UserError` unless 0 <= I < N."""
     if index is None and number is None:
         return None
     if index is None or number is None or not 0 <= index < number:
         raise UserError(
-            f"--task-index {index} --num-tasks {number}: both are wanted, and the index from 0 to "
-            "the number - 1"
+            f"--task-index {index} --num-tasks {number}: give both, with an index from 0 to the "
+            "number - 1"
         )
     return index, number
 

@@ -68,7 +68,7 @@ class HeldOut:
         label = source.examples(0, self.size)[0]["label"]
         if data.objective != "none":
             self.baselines["eval/nsp_majority"] = float(max(label.mean(), 1 - label.mean()))
-            self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.part(0))
+            self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.epoch_part(0))
 
 
 def sample_counts(store: TokenStore) -> np.ndarray:

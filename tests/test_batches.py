@@ -336,13 +336,13 @@ def test_an_epoch_in_parts_keeps_what_holds_for_one(many, objective) -> None:
         assert (a == a_last).all() and ((b == b_last) | (objective == "none")).all()
         if objective == "nsp":
             assert ((a != b) == (pairs["label"] == 1)).all()
-        for part in map(source.part, source.parts_of(epoch)):
+        for part in map(source.epoch_part, source.parts_of(epoch)):
             assert part["label"].sum() == (len(part) // 2 if objective != "none" else 0)
             assert 0.5 < len(part) * 5 / len(pairs) < 1.5
             # a part is a sample of all of the store
             assert part["a_start"].min() < len(many) / 5
             assert part["a_start"].max() > len(many) * 4 / 5
-    first, again = (set(source.part(n)["a_start"].tolist()) for n in (0, 5))
+    first, again = (set(source.epoch_part(n)["a_start"].tolist()) for n in (0, 5))
     assert len(first & again) < 0.5 * len(first)  # and another one in each epoch
 
 
@@ -382,7 +382,7 @@ def test_a_part_is_planned_in_the_memory_of_a_part() -> None:
 
     def peak(n_parts: int) -> int:
         tracemalloc.start()
-        in_parts(store, n_parts).part(n_parts // 2)
+        in_parts(store, n_parts).epoch_part(n_parts // 2)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak

@@ -1,1 +1,1 @@
-"""documents -> token store: sentences, ids, and the order of all that, in parallel."""
+"""Build the token store from the documents of a corpus, in parallel."""

@@ -1,6 +1,6 @@
-"""shards of all pieces -> **token store**: one file per array and split, and the manifest.
+"""Assemble the token store from encoded shards: one file per array and split, and a manifest.
 
-Hashes chain corpus -> vocabulary -> arrays -> store: `verify` follows them.
+The manifest holds the hashes of vocabulary and arrays, and its own; `verify` checks them all.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from data_pipeline.sampling.token_store import (
     read_manifest,
 )
 
-SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # of a source, for the manifest
+SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # counts per source in a manifest
 BLOCK_BYTES = 1 << 24
 
 
@@ -40,10 +40,11 @@ def assemble_store(
     settings: dict,
     vocab_sha256: str,
 ) -> dict:
-    """Join the encoded shards into the store at `store_dir`; returns its manifest.
+    """Join the encoded shards to the token store at `store_dir`, and return its manifest.
 
-    shards: folders of `encode_scan`, in the order of pieces. settings: what the store was built
-    with. Raises `UserError` if something else than an unfinished store is at `store_dir`.
+    shards: folders that `encode_scan` wrote, in the order of file chunks.
+    stats, sources, settings: what `scan_chunk` counted, `describe_sources` and `store_settings`.
+    Raises `UserError` if `store_dir` holds anything else than an unfinished store.
     """
     corpus = hashlib.sha256("".join(s["sha256"] for s in stats).encode()).hexdigest()
     manifest = {"schema": SCHEMA, "settings": settings, "corpus_sha256": corpus}
@@ -61,7 +62,7 @@ def assemble_store(
             manifest[split] = join_shards(parts, folder / split, bar)
         if any(folder.glob("*/word_starts.npy")):
             manifest["word_starts"] = True
-        # names the data in a checkpoint: the same for every store that holds the same arrays
+        # identifies the data in a checkpoint: equal for all stores with the same arrays
         derived = "run_edges.npy"
         arrays = {
             split: {n: h for n, h in manifest[split]["sha256"].items() if n != derived}
@@ -74,20 +75,20 @@ def assemble_store(
 
 
 def check_unfinished(store_dir: Path) -> None:
-    """Raise `UserError` if `store_dir` holds what no unfinished store of ours holds."""
+    """Raise `UserError` if `store_dir` holds a file that does not belong to a token store."""
     ours = (*SPLITS, "manifest.json", "manifest.json.tmp")
     others = sorted(p.name for p in store_dir.glob("*") if p.name not in ours)
     if others:
         raise UserError(
-            f"{store_dir} is no token store and holds {others[0]}; move it away, or choose another "
-            "data_dir"
+            f"{store_dir} is no token store and holds {others[0]}; move that away, or choose "
+            "another data_dir"
         )
 
 
 def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
-    """Write the arrays of all shards, end to end, to folder `out`; what the manifest says of them.
+    """Write the arrays of all shards, end to end, to folder `out`; their entry in the manifest.
 
-    parts: folder of each shard, and its entry with the numbers of tokens, sentences and documents.
+    parts: folder of each shard, and its `describe_shard` entry. bar: counts the tokens written.
     """
     out.mkdir()
     totals = {n: sum(e[n] for _, e in parts) for n in ("tokens", "sentences", "documents")}
@@ -111,9 +112,9 @@ def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
 
 
 def write_array(path: Path, dtype: np.dtype, size: int, blocks: Iterator[np.ndarray]) -> None:
-    """Write a one-dimensional array of `size` elements to a `.npy` file, a block at a time.
+    """Write a one-dimensional array of `size` elements to a `.npy` file, block by block.
 
-    By plain writes: a memory map would count as memory of the process until the disk has it.
+    Not through a memory map, whose pages count as memory of the process until they are on disk.
     """
     with open(path, "wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
@@ -130,7 +131,7 @@ def count_tokens(arrays: Iterator[np.ndarray], bar) -> Iterator[np.ndarray]:
 
 
 def shift_offsets(arrays: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Offsets of several shards as offsets of all of them end to end, in blocks."""
+    """Yield the offsets of several shards as offsets of the shards laid end to end, in blocks."""
     end = 0
     yield np.zeros(1, np.int64)
     for array in arrays:
@@ -139,7 +140,10 @@ def shift_offsets(arrays: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def join_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
-    """Bits of several shards, (bytes, number of bits) each, end to end without gaps, in blocks."""
+    """Yield the packed bits of several shards end to end, without gaps between them, in blocks.
+
+    parts: (uint8 array, number of bits) of each shard.
+    """
     rest = np.zeros(0, np.uint8)
     for packed, n in parts:
         for start in range(0, len(packed), BLOCK_BYTES):
@@ -156,17 +160,19 @@ def join_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
 
 
 def describe_sources(
-    corpus: CorpusConfig, pieces: list[FileChunk], stats: list[dict], shards: list[Path]
+    corpus: CorpusConfig, chunks: list[FileChunk], stats: list[dict], shards: list[Path]
 ) -> list[dict]:
-    """What the manifest says of each source: bytes read, what they became in both splits together,
-    and what was left out, by cause."""
+    """Describe each source for the manifest: its sizes, and what was left out, by cause.
+
+    Bytes are counted as read, all other sizes as stored, in both splits together.
+    """
     described = []
     for number, source in enumerate(corpus.each_source()):
         sizes, rejects, layouts = Counter(dict.fromkeys(SIZES, 0)), Counter(), {}
-        for piece, found, shard in zip(pieces, stats, shards, strict=True):
-            if piece.source != number:
+        for chunk, found, shard in zip(chunks, stats, shards, strict=True):
+            if chunk.source != number:
                 continue
-            layouts[piece.layout] = True
+            layouts[chunk.layout] = True
             rejects.update(found["rejects"])
             sizes["bytes"] += found["bytes"]
             for split in SPLITS:
@@ -179,14 +185,14 @@ def describe_sources(
 
 
 def hash_manifest(manifest: dict) -> str:
-    """The hash of all that a manifest says but this hash."""
-    unsaid = {"sha256"} | ({"schema", "data_sha256"} if "format" in manifest else set())
-    said = {name: value for name, value in manifest.items() if name not in unsaid}
-    return hashlib.sha256(json.dumps(said, indent=1).encode()).hexdigest()
+    """Hash all fields of a manifest except the hash itself, and those not in the file."""
+    excluded = {"sha256"} | ({"schema", "data_sha256"} if "format" in manifest else set())
+    hashed = {name: value for name, value in manifest.items() if name not in excluded}
+    return hashlib.sha256(json.dumps(hashed, indent=1).encode()).hexdigest()
 
 
 def verify(data_dir: Path) -> None:
-    """Follow the hashes from the manifest to every file; raises `UserError` if any differs."""
+    """Check the hash of the manifest and of every file in it; raises `UserError` if any differs."""
     store_dir = data_dir / "store"
     manifest = read_manifest(store_dir)
     wanted = {data_dir / "vocab/vocab.txt": manifest["vocab_sha256"]}
@@ -198,14 +204,14 @@ def verify(data_dir: Path) -> None:
     bad += [p for p, sha256 in wanted.items() if not p.exists() or hash_file(p) != sha256]
     if bad:
         raise UserError(
-            f"{len(bad)} files are missing or not what was written, the first {bad[0]}; delete "
+            f"{len(bad)} files are missing or have changed, the first {bad[0]}; delete "
             f"{store_dir} and run python -m data_pipeline"
         )
-    print(f"store: {len(wanted):,} files are what the manifest {manifest['sha256'][:12]} says")
+    print(f"store: {len(wanted):,} files match the manifest {manifest['sha256'][:12]}")
 
 
 def print_store(manifest: dict) -> None:
-    """Print what was read of each source, and what each split holds."""
+    """Print what was read from each source, and what each split holds."""
     for source in manifest["sources"]:
         print(
             f"corpus: {source['name']} (layout {source['layout']}, weight {source['weight']:g}): "
@@ -221,6 +227,6 @@ def print_store(manifest: dict) -> None:
 
 
 def warn_held_out(manifest: dict) -> None:
-    """Print in red what the held-out split lacks, if it lacks anything."""
+    """Print a warning in red if the held-out split is too small for its losses to be trusted."""
     if shortfall := held_out_shortfall(manifest):
         print(red(f"warning: {shortfall}"))

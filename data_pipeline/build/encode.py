@@ -1,7 +1,8 @@
-"""sentences, words -> **numbered words**, then **token ids** of one piece, on disk.
+"""Turn the text of one file chunk into token ids on disk, in two passes.
 
-`scan_chunk` reads a piece of the corpus once and numbers its words as they appear; `encode_scan`
-looks those numbers up in the vocabulary that the counts of the words gave.
+`scan_chunk` reads the text once, and replaces each word by a number, in order of first appearance.
+When the vocabulary has been trained on the word counts, `encode_scan` tokenizes each distinct word
+and replaces its number by its token ids. So no text is read or normalised twice.
 """
 
 import hashlib
@@ -32,25 +33,29 @@ from data_pipeline.vocabulary.words import (
 )
 
 SPLITS = ("train", "held_out")
-BATCH_CHARACTERS = 1 << 17  # of sentences that are numbered together: what a cache holds
-BATCH_SENTENCES = 1 << 12  # that are encoded together, or numbered at most
-BATCH_WORDS = 1 << 20  # whose starts are packed together
-SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # of a split, with types
+BATCH_CHARACTERS = 1 << 17  # characters to number at once: they fit the processor's cache
+BATCH_SENTENCES = 1 << 12  # sentences to encode at once, and at most to number at once
+BATCH_WORDS = 1 << 20  # words to count or to pack the starts of at once
+SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # suffixes are numpy types
 
 
 # ---------------------------------------------------------------------------------- scan
 
 
 def scan_chunk(
-    piece: FileChunk, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
+    chunk: FileChunk, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
 ) -> None:
-    """Write the words of what is selected of a piece, numbered as they appear, to folder `out`.
+    """Read the selected documents of a file chunk, and write them as numbered words to `out`.
 
-    `words.txt` (word i on line i), `stats.json`, and for each split `words.u4`, `sentences.i4`
-    (words in each), `documents.i4` (sentences in each) and `counts.npy` (of each word); where
-    `corpus.word_segmenter` names one also `units.u1` (whether a masking unit starts at each word).
+    Files: `words.txt` (word i on line i), `stats.json`, and for each split
+
+        words.u4        the number of each word
+        sentences.i4    words in each sentence
+        documents.i4    sentences in each document
+        counts.npy      occurrences of each word number
+        units.u1        whether a masking unit starts at each word; only with a word segmenter
     """
-    source, rejects, corpus_hash = corpus.each_source()[piece.source], Rejects(), hashlib.sha256()
+    source, rejects, corpus_hash = corpus.each_source()[chunk.source], Rejects(), hashlib.sha256()
     split = sentence_splitter(source.language, source.sentence_splitter)
     segment = load_segmenter(source.word_segmenter)
     selected.open()
@@ -61,7 +66,7 @@ def scan_chunk(
     with atomic_folder(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
         size = 0
-        for document in read_selected(piece, source, selected.hashes, rejects):
+        for document in read_selected(chunk, source, selected.hashes, rejects):
             data = document.encode("utf-8", "replace")
             size += len(data)
             corpus_hash.update(data + b"\0")
@@ -83,19 +88,18 @@ def scan_chunk(
 
 
 class WordWriter:
-    """Sentences of documents -> word numbers on disk, a batch at a time; knows what it has
-    written."""
+    """Writes the sentences of documents as word numbers to disk, in batches, and counts them."""
 
     def __init__(self, folder: Path, number: Callable[[list[str]], tuple[np.ndarray, ...]]):
         folder.mkdir()
         self.folder, self.number = folder, number
         self.sentences: list[str] = []
-        self.sizes: list[int] = []  # sentences of each waiting document
-        self.waiting = 0  # characters
+        self.sizes: list[int] = []  # sentences in each document that is not yet written
+        self.waiting = 0  # characters not yet written
         self.stats = {"documents": 0, "sentences": 0, "words": 0}
 
     def add(self, sentences: list[str]) -> None:
-        """Take a document."""
+        """Add a document, and write out those that wait if they fill a batch."""
         self.sentences += sentences
         self.sizes.append(len(sentences))
         self.waiting += sum(map(len, sentences))
@@ -103,13 +107,13 @@ class WordWriter:
             self.flush()
 
     def flush(self) -> None:
-        firsts = range(0, len(self.sentences) or 1, BATCH_SENTENCES)  # a document may be huge
+        firsts = range(0, len(self.sentences) or 1, BATCH_SENTENCES)  # one document can be huge
         parts = [self.number(self.sentences[i : i + BATCH_SENTENCES]) for i in firsts]
         numbers, words, *starts = map(np.concatenate, zip(*parts, strict=True))
         document = np.repeat(np.arange(len(self.sizes)), self.sizes)[words > 0]
         sizes = np.bincount(document, minlength=len(self.sizes))
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
-        for name, values in zip(SCAN_FILES, arrays, strict=False):  # units are from a segmenter
+        for name, values in zip(SCAN_FILES, arrays, strict=False):  # units only with a segmenter
             with open(self.folder / name, "ab") as file:
                 values.astype("<" + name[-2:], copy=False).tofile(file)
         for name, number in (
@@ -126,7 +130,7 @@ class WordWriter:
 
 
 def count_words(path: Path, n: int) -> np.ndarray:
-    """How often each number below `n` is in a file of uint32: int64 (n,)."""
+    """Count how often each number below `n` occurs in a file of uint32: int64 (n,)."""
     counts = np.zeros(n, np.int64)
     with open(path, "rb") as file:
         while len(words := np.fromfile(file, "<u4", BATCH_WORDS)):
@@ -135,7 +139,7 @@ def count_words(path: Path, n: int) -> np.ndarray:
 
 
 def merge_counts(scans: list[Path], split: str) -> WordCounts:
-    """How often each word occurs in one split of all pieces, taken in their order."""
+    """Add up the word counts of one split over all scans, in their order."""
     total = WordCounts()
     for scan in scans:
         words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
@@ -149,12 +153,14 @@ def merge_counts(scans: list[Path], split: str) -> WordCounts:
 
 
 def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> None:
-    """Write the token arrays of a scanned piece, for both splits, to folder `out`, and what the
-    manifest says of them: `entries.json`."""
+    """Encode a scanned file chunk: write its token arrays for both splits to folder `out`.
+
+    Also writes `entries.json`, the `describe_shard` entry of each split that is not empty.
+    """
     pieces = read_vocabulary(vocab_dir).pieces
     tokenize = build_tokenizer(pieces, vocab).model.tokenize
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-    ids, ends = array("I"), array("I", [0])  # word 0 is the end of a sentence
+    ids, ends = array("I"), array("I", [0])  # word 0 marks the end of a sentence
     for word in words[1:]:
         ids.extend([token.id for token in tokenize(word)])
         ends.append(len(ids))
@@ -169,7 +175,7 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
 
 
 def describe_shard(folder: Path) -> dict:
-    """Sizes and hashes of the arrays of a shard, for the manifest."""
+    """Describe a shard for the manifest: the sizes and hashes of its arrays."""
     tokens, sentences, documents = (
         len(np.load(folder / f"{name}.npy", mmap_mode="r"))
         for name in ("tokens", "sentence_offsets", "document_offsets")
@@ -189,10 +195,10 @@ def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.n
     out.mkdir()
     words = np.memmap(scan / "words.u4", "<u4", "r")
     sentences = np.fromfile(scan / "sentences.i4", "<i4")
-    edges = np.zeros(len(sentences) + 1, np.int64)  # of sentences, in words
+    edges = np.zeros(len(sentences) + 1, np.int64)  # sentence boundaries in words
     np.cumsum(sentences, out=edges[1:])
     bounds = [*range(0, len(sentences), BATCH_SENTENCES), len(sentences)]
-    offsets = np.zeros(len(sentences) + 1, np.int64)  # the same in tokens
+    offsets = np.zeros(len(sentences) + 1, np.int64)  # sentence boundaries in tokens
     for a, b in pairwise(bounds):
         n = lengths[words[edges[a] : edges[b]]]
         offsets[a + 1 : b + 1] = np.add.reduceat(n, edges[a:b] - edges[a])
@@ -215,9 +221,10 @@ def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.n
 def write_word_starts(
     path: Path, n_tokens: int, words: np.ndarray, units: np.ndarray, lengths: np.ndarray
 ) -> None:
-    """One bit a token, the lowest of a byte first: whether a masking unit starts there.
+    """Write one bit per token, lowest bit first: whether a masking unit starts there.
 
-    `units` bool (len(words),): whether one starts at each word; `lengths`: tokens of each number.
+    words: number of each word. units: bool, whether a masking unit starts at each word.
+    lengths: tokens of each word number.
     """
     bits = np.lib.format.open_memmap(path, "w+", np.uint8, ((n_tokens + 7) // 8,))
     first = 0
@@ -233,5 +240,5 @@ def write_word_starts(
 
 
 def dtype_of(vocab_size: int) -> type:
-    """Choose the type of token ids in a store: the smallest that holds them all."""
+    """Choose the type of token ids in a store: uint16 if they fit, else uint32."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32

@@ -1,7 +1,7 @@
-"""What makes two preparations the same: named settings and the text itself, whatever its place.
+"""Decide whether two token stores are the same: by their settings and the hashes of their text.
 
-A setting that is added to the config later changes no store that is there: it has to be named here,
-and counts as its default where a store does not know it.
+Only the settings named here count. Where an older store does not record a setting, it counts as its
+default, so that adding a setting to the config leaves existing stores valid. Paths do not count.
 """
 
 import hashlib
@@ -24,18 +24,18 @@ VOCAB = (
     "min_frequency",
     "character_coverage",
 )
-PIECES = "pieces"  # of a source: the hash of its text
+PIECES = "pieces"  # name in the manifest for the hash of a source's text
 
 
 def hash_json(value) -> str:
-    """SHA-256 of a value as JSON."""
+    """Hash a value to the SHA-256 of its JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def store_settings(
-    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[FileChunk], existing: list[str]
+    corpus: CorpusConfig, vocab: VocabConfig, chunks: list[FileChunk], existing: list[str]
 ) -> dict:
-    """All that a store depends on, by the config's names; files are known by their hashes.
+    """Collect all that a store depends on, by config key; files are represented by their hashes.
 
     existing: the pieces of the vocabulary at `vocab.path`, or none.
     """
@@ -43,7 +43,7 @@ def store_settings(
     settings |= {f"vocab.{name}": getattr(vocab, name) for name in VOCAB}
     settings["vocab.path"] = hash_json(existing) if existing else None
     for i, source in enumerate(corpus.each_source()):
-        own = [[p.layout, p.start, p.end, p.version or p.path] for p in pieces if p.source == i]
+        own = [[p.layout, p.start, p.end, p.version or p.path] for p in chunks if p.source == i]
         values = {name: getattr(source, name) for name in SOURCE} | {PIECES: hash_json(own)}
         values["dataset"] = named(source.dataset, DATASET)
         settings |= {f"corpus.sources[{i}].{name}": value for name, value in values.items()}
@@ -62,12 +62,16 @@ def default_of(name: str):
 
 
 def settings_key(settings: dict) -> str:
-    """A hash of settings that stays the same when a later version adds one with a default."""
+    """Hash the settings that differ from their defaults, so that adding one later changes
+    nothing."""
     return hash_json({name: v for name, v in settings.items() if v != default_of(name)})
 
 
 def list_differences(manifest: dict, settings: dict) -> list[str]:
-    """What of `settings` is not as the store of a manifest was built, a phrase each."""
+    """Describe how `settings` differ from those that the store of a manifest was built with.
+
+    Returns a phrase per difference.
+    """
     built = manifest["settings"]
     one_source = "corpus.sources[1].weight" not in settings
     phrases = []
@@ -82,9 +86,9 @@ def list_differences(manifest: dict, settings: dict) -> list[str]:
 
 
 def key_of_schema_1(
-    corpus: CorpusConfig, vocab: VocabConfig, pieces: list[FileChunk], existing: list[str]
+    corpus: CorpusConfig, vocab: VocabConfig, chunks: list[FileChunk], existing: list[str]
 ) -> str:
-    """What the manifests of schema 1 have as `key`: a hash of every field that there was."""
+    """Compute the `key` of a manifest of schema 1: a hash of every field that version had."""
 
     def fields(source: SourceConfig) -> dict:
         old = {"source": source.builtin, "files": source.files, "layout": source.layout}
@@ -97,4 +101,4 @@ def key_of_schema_1(
     described["held_out"] = corpus.held_out_fraction
     described["sources"] = [fields(source) for source in corpus.sources]
     words = {name: getattr(vocab, name) for name in VOCAB} | {"path": existing}
-    return hash_json([1, described, words, [asdict(piece) for piece in pieces]])
+    return hash_json([1, described, words, [asdict(chunk) for chunk in chunks]])

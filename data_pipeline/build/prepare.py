@@ -1,9 +1,14 @@
-"""corpus -> vocabulary -> store, in parallel: **prepare** is the order of those steps.
+"""Prepare a corpus: vocabulary and token store from raw text, in parallel stages.
 
-Each step is a pure function piece -> folder, written beside and renamed, so a command that was
-stopped goes on where it was and the result depends neither on the number of workers nor on where
-they run. The text is read for the hashes that tell duplicates, and once more to number its words;
-encoding looks those numbers up in the vocabulary that the counts of the words gave.
+    comparing   hash the documents of each file chunk, to find duplicates (only where needed)
+    reading     select documents, split them into sentences, and number their words
+                -> train the vocabulary on the word counts
+    encoding    replace word numbers by token ids
+                -> assemble the token store
+
+A task of a stage is a pure function from a file chunk to an atomic folder in `data_dir/work`. So a
+command that was stopped continues where it was, and the result depends neither on the number of
+workers nor on the machine that they run on.
 """
 
 import json
@@ -55,7 +60,7 @@ from data_pipeline.vocabulary.training import write_tokenizer
 from data_pipeline.vocabulary.words import load_segmenter
 
 DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
-is_work = re.compile(r"[0-9a-f]{16}-").match  # a name in `work`: it begins with the settings' hash
+is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 
 
 def prepare(
@@ -66,24 +71,25 @@ def prepare(
     array_task: tuple[int, int] | None = None,
     finish: bool = False,
 ) -> None:
-    """Build `data_dir`: vocabulary and token store of the corpus; what is there already is kept.
+    """Build the vocabulary and token store of a corpus in `data_dir`, unless they exist already.
 
-    On `workers` processes (default: one a core), or on the dask cluster at address `cluster`, whose
-    workers see the same files under the same names. `array_task` (i, n) does tasks i, i + n, ... of
-    the stage that can be done now, comparing, reading or encoding, beside others; `finish` ends
-    that stage: it merges what was compared, makes the vocabulary of what was read, or the store of
-    what was encoded.
+    workers: number of processes (default: one per core).
+    cluster: address of a dask scheduler to use instead, whose workers see the same file paths.
+    array_task: (i, n) does only the tasks i, i + n, ... of the next unfinished stage; for job
+    arrays, in which n such commands run side by side.
+    finish: completes the stage of a job array: merges the hashes, trains the vocabulary or
+    assembles the store.
     Raises `UserError` if `data_dir` was built from another corpus or with other settings.
     """
     data_dir = Path(config.data_dir).absolute()
     work_dir = data_dir / "work"
-    pieces, existing = list_file_chunks(config.corpus), read_existing(config.vocab)
-    settings = store_settings(config.corpus, config.vocab, pieces, existing)
-    key = settings_key(settings | {"work": 2})  # 1, of an older version, split the text otherwise
+    chunks, existing = list_file_chunks(config.corpus), read_existing(config.vocab)
+    settings = store_settings(config.corpus, config.vocab, chunks, existing)
+    key = settings_key(settings | {"work": 2})  # version 1 split the text in another way
     claim_folder(data_dir, DATA_FILES, "data_dir", is_data)
-    older_key = key_of_schema_1(config.corpus, config.vocab, pieces, existing)
+    older_key = key_of_schema_1(config.corpus, config.vocab, chunks, existing)
     if is_prepared(data_dir, settings, older_key):
-        remove_entries(work_dir, is_work)  # a killed command may have left it
+        remove_entries(work_dir, is_work)  # a killed command may have left some
         print(f"store: {data_dir / 'store'} is there already")
         warn_held_out(read_manifest(data_dir / "store"))
         return
@@ -94,7 +100,7 @@ def prepare(
         array_task=array_task,
         finish=finish,
     )
-    for source in config.corpus.each_source():  # not there: better said now
+    for source in config.corpus.each_source():  # fail early if a plug-in cannot be imported
         sentence_splitter(source.language, source.sentence_splitter)
         load_segmenter(source.word_segmenter)
     with lock_folder(data_dir, shared=array_task is not None):
@@ -102,47 +108,47 @@ def prepare(
             remove_others(work_dir, key)
 
         name = key[:16]
-        scans = [work_dir / f"{name}-scan-{i:05d}" for i in range(len(pieces))]
+        scans = [work_dir / f"{name}-scan-{i:05d}" for i in range(len(chunks))]
         vocab_dir = work_dir / f"{name}-vocab"
         if not vocab_dir.exists():
-            # selection: text -> hashes -> what of it is taken, and how often
-            hashed = [work_dir / f"{name}-hashes-{i:05d}" for i in range(len(pieces))]
+            # comparing: deduplicate, hold out and apply source weights
+            hashed = [work_dir / f"{name}-hashes-{i:05d}" for i in range(len(chunks))]
             earlier = work_dir / f"{name}-earlier"
-            if needs_selection(config.corpus, pieces) and not earlier.exists():
-                run("comparing", hash_chunk, hash_tasks(pieces, hashed, config.corpus))
+            if needs_selection(config.corpus, chunks) and not earlier.exists():
+                run("comparing", hash_chunk, hash_tasks(chunks, hashed, config.corpus))
                 if array_task:
-                    print("compared; when the whole array has: the same command with --finish")
+                    print("compared; when all array tasks have, run this command with --finish")
                     return
                 find_earlier(hashed, earlier)
                 if finish:
-                    print("next: the array once more, which reads, then --finish")
+                    print("next: run the array again to read the text, then --finish")
                     return
-            selected = select(config.corpus, pieces, hashed, earlier)
+            selected = select(config.corpus, chunks, hashed, earlier)
 
-            # scan: text -> numbered words
-            run("reading", scan_chunk, scan_tasks(pieces, scans, config, selected))
+            # reading: text -> numbered words
+            run("reading", scan_chunk, scan_tasks(chunks, scans, config, selected))
             if array_task:
-                print("read; when the whole array has: the same command with --finish instead")
+                print("read; when all array tasks have, run this command with --finish")
                 return
-            check_corpus(read_stats(scans), config, pieces)
+            check_corpus(read_stats(scans), config, chunks)
             write_vocabulary(scans, vocab_dir, config, existing)
             if finish:
-                print("next: the array once more, which encodes, then --finish")
+                print("next: run the array again to encode the words, then --finish")
                 return
         stats = read_stats(scans)
 
-        # encode: numbered words -> token ids; other pieces of words would be other shards
+        # encoding: numbered words -> token ids; shards of another vocabulary have other names
         vocabulary = read_vocabulary(vocab_dir)
-        if array_task is None:  # to be looked at while the rest goes on
+        if array_task is None:  # already, so that it can be inspected during encoding
             install_files(vocab_dir, data_dir / "vocab")
         name += "-" + vocabulary.sha256[:16]
         shards = [work_dir / f"{name}-shard-{i:05d}" for i in range(len(scans))]
         run("encoding", encode_scan, encode_tasks(scans, shards, stats, vocab_dir, config.vocab))
         if array_task:
-            print("encoded; when the whole array has: the same command with --finish instead")
+            print("encoded; when all array tasks have, run this command with --finish")
             return
 
-        sources = describe_sources(config.corpus, pieces, stats, shards)
+        sources = describe_sources(config.corpus, chunks, stats, shards)
         manifest = assemble_store(
             shards, data_dir / "store", stats, sources, settings, vocabulary.sha256
         )
@@ -152,8 +158,10 @@ def prepare(
 
 
 def is_data(data_dir: Path) -> bool:
-    """Whether a folder without the marker was prepared, or was about to be: a copy without it, or
-    an earlier version's."""
+    """Tell whether a folder without the marker file is a `data_dir` all the same.
+
+    It may be a copy without the marker, or the work of an earlier version, finished or not.
+    """
     entries = [path.name for path in (data_dir / "work").glob("*")]
     if not all(map(is_work, entries)):
         return False
@@ -161,23 +169,23 @@ def is_data(data_dir: Path) -> bool:
 
 
 def is_prepared(data_dir: Path, settings: dict, older_key: str) -> bool:
-    """Whether vocabulary and store are there; raises `UserError` that names what differs if they
-    were built with other settings.
+    """Tell whether `data_dir` has a vocabulary and a store.
 
     older_key: what a manifest of schema 1 has in place of settings.
+    Raises `UserError` if they were built with other settings, and names the differences.
     """
     store_dir = data_dir / "store"
     if not (store_dir / "manifest.json").exists():
         return False
     manifest = read_manifest(store_dir)
     if manifest["schema"] == 1:
-        different = [] if manifest["key"] == older_key else ["its version did not keep which"]
+        different = [] if manifest["key"] == older_key else ["its version did not record which"]
     else:
         different = list_differences(manifest, settings)
     if different:
         raise UserError(
             f"{data_dir} was built from another corpus or with other settings of corpus or vocab "
-            f"({'; '.join(different)}); put them back, or choose another data_dir"
+            f"({'; '.join(different)}); restore them, or choose another data_dir"
         )
     return (data_dir / "vocab/vocab.txt").exists()
 
@@ -192,44 +200,45 @@ def run_stage(
     array_task: tuple[int, int] | None,
     finish: bool,
 ) -> None:
-    """Run the tasks of this array task whose result, a folder, is not there yet.
+    """Run the tasks of a stage whose result, a folder, does not exist yet.
 
-    Raises `UserError` with `finish` if any is missing.
+    Only the tasks of `array_task` if it is given. Raises `UserError` with `finish` if any result is
+    missing.
     """
     mine = tasks[array_task[0] :: array_task[1]] if array_task else tasks
     missing = [task for out, task in mine if not out.exists()]
     if finish and missing:
         raise UserError(
-            f"{len(missing)} of {len(tasks)} pieces are still to be done ({verb}), the first "
-            f"{missing[0].name}; run the array again, or this command without --finish"
+            f"{len(missing)} of {len(tasks)} pieces are still to be done ({verb}), the first is "
+            f"{missing[0].name}; run the array again, or run this command without --finish"
         )
     done = sum(task.size for _, task in mine) - sum(task.size for task in missing)
     if missing:
         run_tasks(verb, function, missing, workers, cluster, done)
 
 
-def chunk_task(piece: FileChunk, out: Path, *arguments) -> tuple[Path, Task]:
-    """The task of a function (piece, out, *arguments), with its size in bytes."""
-    size, name = piece.size, piece.path
-    if piece.version:  # it is of a file
-        piece = replace(piece, path=os.path.abspath(piece.path))  # a cluster works elsewhere
-        name += f" from byte {piece.start:,}" if piece.start else ""
-    return out, Task((piece, out, *arguments), f"{out.name[17:]} ({name})", size)
+def chunk_task(chunk: FileChunk, out: Path, *arguments) -> tuple[Path, Task]:
+    """Make the task of a function (chunk, out, *arguments); its size is in bytes."""
+    size, name = chunk.size, chunk.path
+    if chunk.version:  # a file, and not a dataset
+        chunk = replace(chunk, path=os.path.abspath(chunk.path))  # for workers in other folders
+        name += f" from byte {chunk.start:,}" if chunk.start else ""
+    return out, Task((chunk, out, *arguments), f"{out.name[17:]} ({name})", size)
 
 
 def hash_tasks(
-    pieces: list[FileChunk], hashed: list[Path], corpus: CorpusConfig
+    chunks: list[FileChunk], hashed: list[Path], corpus: CorpusConfig
 ) -> list[tuple[Path, Task]]:
     sources = corpus.each_source()
-    return [chunk_task(p, h, sources[p.source]) for p, h in zip(pieces, hashed, strict=True)]
+    return [chunk_task(p, h, sources[p.source]) for p, h in zip(chunks, hashed, strict=True)]
 
 
 def scan_tasks(
-    pieces: list[FileChunk], scans: list[Path], config: DataConfig, selected: list[Selection]
+    chunks: list[FileChunk], scans: list[Path], config: DataConfig, selected: list[Selection]
 ) -> list[tuple[Path, Task]]:
     return [
-        chunk_task(piece, scan, config.corpus, config.vocab, chosen)
-        for piece, scan, chosen in zip(pieces, scans, selected, strict=True)
+        chunk_task(chunk, scan, config.corpus, config.vocab, chosen)
+        for chunk, scan, chosen in zip(chunks, scans, selected, strict=True)
     ]
 
 
@@ -245,7 +254,7 @@ def encode_tasks(
 def write_vocabulary(
     scans: list[Path], vocab_dir: Path, config: DataConfig, existing: list[str]
 ) -> None:
-    """Counts of the training words -> the files of the vocabulary, measured on held-out words."""
+    """Train the vocabulary on the training words, and write and print how it fits held-out ones."""
     counts, unseen = merge_counts(scans, "train"), merge_counts(scans, "held_out")
     try:
         pieces = make_vocabulary(counts, config.vocab, existing)
@@ -264,7 +273,7 @@ def read_stats(scans: list[Path]) -> list[dict]:
 
 
 def remove_others(work_dir: Path, key: str) -> None:
-    """Remove what a command with other settings, or a killed worker, left unfinished."""
+    """Remove unfinished work of commands with other settings and of killed workers."""
     if work_dir.is_dir():
         remove_entries(
             work_dir,
@@ -272,21 +281,21 @@ def remove_others(work_dir: Path, key: str) -> None:
         )
 
 
-def check_corpus(stats: list[dict], config: DataConfig, pieces: list[FileChunk]) -> None:
+def check_corpus(stats: list[dict], config: DataConfig, chunks: list[FileChunk]) -> None:
     documents = sum(s["train"]["documents"] for s in stats)
     for i, source in enumerate(config.corpus.each_source()):
-        own = [s for s, piece in zip(stats, pieces, strict=True) if piece.source == i]
+        own = [s for s, chunk in zip(stats, chunks, strict=True) if chunk.source == i]
         if sum(s["train"]["words"] + s["held_out"]["words"] for s in own) == 0:
             what = f"corpus.sources[{i}]" if config.corpus.sources else "the corpus"
             causes = sum((Counter(s["rejects"]) for s in own), Counter())
             raise UserError(
-                f"{what} holds no text ({name_source(source)}; left out: {left_out(causes)}); put "
-                "corpus right"
+                f"{what} holds no text ({name_source(source)}; left out: {left_out(causes)}); "
+                "correct corpus"
             )
     if config.data.objective == "nsp" and documents < 2:
         raise UserError(
             "next-sentence prediction needs two documents or more, since a random B comes from "
             f"another document; the corpus has {documents} to train on (layout "
-            f"{pieces[0].layout}). Set corpus.layout if documents are divided otherwise, add "
+            f"{chunks[0].layout}). Set corpus.layout if documents are divided in another way, add "
             f"text, or set data.objective=sop or none"
         )

@@ -1,4 +1,4 @@
-"""documents -> **sentences** -> words: where a sentence ends, and the limit that none exceeds."""
+"""Split documents into sentences of limited length."""
 
 import os
 import re
@@ -7,16 +7,18 @@ from importlib import import_module
 
 from data_pipeline.common.errors import UserError
 
-MAX_CHARACTERS = 2000  # of a sentence; longer ones (logs, tables, missing full stops) are cut
-LONGEST_FRAGMENT = 12  # characters: what is longer is taken for a sentence unseen
-NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # of an item: "1. ", "(2)", "3.1. "
+MAX_CHARACTERS = 2000  # longer sentences (logs, tables, missing full stops) are cut
+LONGEST_FRAGMENT = 12  # anything with more characters counts as a sentence
+NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # the number of a list item: "1. ", "(2)", "3.1. "
 
 
 def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[str], list[str]]:
-    """`str -> list[str]` for an ISO 639 language: sentencex, some 300 languages, in Rust.
+    """Return the function that splits a paragraph into sentences.
 
-    A `plug_in`, `package.module:function`, takes its place. Raises `UserError` if it is not there
-    or, when called, does not give a list of lines.
+    language: ISO 639 code; sentencex splits about 300 languages.
+    plug_in: `package.module:function` to use in its place.
+    Raises `UserError` if the plug-in cannot be imported or, when called, does not return a list of
+    lines.
     """
     if plug_in:
         return load_splitter(plug_in)
@@ -29,8 +31,11 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
 
 
 def join_fragments(parts: list[str]) -> list[str]:
-    """What has no letter is no sentence: the number of an item goes with the sentence after it,
-    marks (a bracket, a smile) go with the one before."""
+    """Join fragments without letters to a sentence beside them.
+
+    The number of a list item joins the sentence after it; other marks (a bracket, an emoji) join
+    the sentence before.
+    """
     sentences, opening = [], ""
     for part in parts:
         if len(part) > LONGEST_FRAGMENT or any(map(str.isalpha, part)):
@@ -61,17 +66,16 @@ def load_splitter(plug_in: str) -> Callable[[str], list[str]]:
             return sentences
         raise UserError(
             f"corpus.sentence_splitter {plug_in} gave {str(sentences)[:80]!r} for "
-            f"{paragraph[:80]!r}; it must give a list of str without line ends"
+            f"{paragraph[:80]!r}; it must return a list of str without line ends"
         )
 
     return split
 
 
 def split_sentences(document: str, split: Callable[[str], list[str]]) -> Iterator[str]:
-    """The sentences of a document in order; none spans two lines, is blank, or is too long.
+    """Yield the sentences of a document: each within a line, not blank, at most `MAX_CHARACTERS`.
 
-    Cutting at white space loses no text; a run of `MAX_CHARACTERS` without any is cut where it
-    stands.
+    A longer sentence is cut at a space, or inside a word if it has no space to cut at.
     """
     for paragraph in document.split("\n"):
         if not paragraph or paragraph.isspace():

@@ -1,5 +1,8 @@
-"""What lets work be stopped at any moment and be done anywhere: folders written beside and renamed,
-one command at a time in a folder, tasks on processes that end with the command, or on a cluster."""
+"""Run tasks in parallel, on processes of this machine or on a dask cluster.
+
+The processes end with the command, however it ends. Tasks write atomic folders, so a command that
+was stopped can be run again and does only the tasks that are missing.
+"""
 
 import multiprocessing
 import os
@@ -20,13 +23,13 @@ from itertools import islice
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.system import die_with_parent, progress_bar
 
-CLUSTER_WINDOW = 1024  # tasks that a scheduler is told of at once
-PATIENCE = 30  # seconds to find the scheduler
+CLUSTER_WINDOW = 1024  # tasks to submit to a scheduler at once
+PATIENCE = 30  # timeout in seconds for connecting to the scheduler
 
 
 @dataclass(frozen=True)
 class Task:
-    """A call to be made somewhere: `name` says what it is about, `size` is its share of the bar."""
+    """The arguments of one call; `name` is for messages, `size` for the progress bar."""
 
     arguments: tuple
     name: str
@@ -41,11 +44,13 @@ def run_tasks(
     cluster: str | None = None,
     done: int = 0,
 ) -> None:
-    """Call `function(*task.arguments)` for each task, on `workers` processes of this machine or on
-    the dask cluster whose scheduler is at address `cluster`; the bar starts at `done` bytes.
+    """Call `function(*task.arguments)` for each task.
 
-    The first error stops the rest; finished tasks stay done. A worker that is killed is a
-    `UserError` that names the tasks it can have been at; a cluster gives its task to others first.
+    workers: number of processes on this machine. cluster: address of a dask scheduler to use
+    instead. done: bytes finished earlier, at which the progress bar starts.
+    The first error stops the remaining tasks; finished ones stay finished. Raises `UserError` if a
+    worker is killed, and names the tasks it may have been running; a cluster first retries the task
+    on other workers.
     """
     todo, running, finished = iter(tasks), {}, 0
     total = done + sum(task.size for task in tasks)
@@ -65,11 +70,11 @@ def run_tasks(
                     finished += 1
                     bar.set_postfix_str(f"{finished}/{len(tasks)} pieces")
         except losses:
-            at = [running[future]] if cluster else running.values()
+            lost = [running[future]] if cluster else running.values()
             raise UserError(
-                f"a worker was killed while {verb} {', '.join(task.name for task in at)} (out of "
-                "memory?); run the same command again to go on with what is missing, perhaps with "
-                "fewer workers"
+                f"a worker was killed while {verb} {', '.join(task.name for task in lost)} (out "
+                "of memory?); run the same command again to do the tasks that are missing, perhaps "
+                "with fewer workers"
             ) from None
 
 
@@ -77,9 +82,12 @@ def run_tasks(
 def open_executor(
     workers: int, cluster: str | None
 ) -> Iterator[tuple[Executor, int, tuple[type[BaseException], ...]]]:
-    """(executor, tasks it is given at once, errors that say that a worker was lost)."""
+    """Open the executor for the tasks, and close it on exit.
+
+    Yields (executor, number of tasks to submit at once, errors that mean a lost worker).
+    """
     if cluster:
-        with connect(cluster) as client:  # to leave it gives up what still runs
+        with connect(cluster) as client:  # on exit, cancels the tasks that still run
             from distributed import KilledWorker
 
             try:
@@ -87,18 +95,18 @@ def open_executor(
             except CancelledError:
                 raise UserError(
                     f"the dask scheduler at {cluster} is gone; start one and run the same command "
-                    "again to go on with what is missing"
+                    "again to do the tasks that are missing"
                 ) from None
     elif workers <= 1:
         yield ThisProcess(), 1, ()
     else:
-        context = multiprocessing.get_context("spawn")  # a fork would break tokenizers' threads
+        context = multiprocessing.get_context("spawn")  # forking breaks the threads of tokenizers
         with ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),)) as pool:
-            yield pool, workers, (BrokenProcessPool,)  # no more at once, to know where they are
+            yield pool, workers, (BrokenProcessPool,)  # so that all submitted tasks run
 
 
 def connect(address: str):
-    """The dask client of the scheduler at `address`; raises `UserError` if there is none."""
+    """Connect to the dask scheduler at `address`; raises `UserError` if there is none."""
     try:
         from distributed import Client
     except ImportError:
@@ -110,7 +118,7 @@ def connect(address: str):
 
 
 class ThisProcess(Executor):
-    """Runs a task here, when it is submitted."""
+    """An executor that runs each task in this process, when it is submitted."""
 
     def submit(self, function: Callable, /, *arguments) -> Future:
         future = Future()

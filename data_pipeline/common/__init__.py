@@ -1,1 +1,1 @@
-"""What every stage stands on: errors, random streams, folders, the system."""
+"""Shared by all stages: errors, random streams, atomic folders, the operating system."""

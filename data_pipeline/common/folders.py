@@ -1,8 +1,7 @@
-"""Folders that the project writes in: whole or not at all, by one command at a time, and marked as
-its own, so that nothing of a user's is replaced.
+"""Write folders and files atomically, by one command at a time, without replacing a user's files.
 
-A folder without the marker may hold anything but the names that are about to be written; from then
-on it carries the marker, and only those names are ever replaced in it.
+A folder that the project writes in gets a marker file. A folder without the marker may hold
+anything except the names that are about to be written, and only those names are ever replaced.
 """
 
 import fcntl
@@ -23,11 +22,11 @@ NOTE = "bert-pretrain writes in this folder and replaces what it has written her
 def claim_folder(
     folder: Path, names: Iterable[str], key: str, is_ours: Callable[[Path], bool]
 ) -> None:
-    """Mark `folder` as one that the project writes `names` in, and make it if it is not there.
+    """Create `folder` if needed, and mark it as one that the project writes `names` in.
 
-    key: the config's name for the folder, for the message.
-    is_ours: whether a folder without the marker was written by the project all the same.
-    Raises `UserError` if one of the names is there and is the user's.
+    key: config key of the folder, for the message.
+    is_ours: tells whether the project wrote a folder that has no marker.
+    Raises `UserError` if a file of the user has one of the names.
     """
     marker = folder / MARKER
     if marker.exists():
@@ -43,8 +42,10 @@ def claim_folder(
 
 
 def install_files(source: Path, target: Path, names: Iterable[str] | None = None) -> None:
-    """Copy the files of folder `source`, or those of the names that are there, to folder `target`,
-    each whole or not at all; what else `target` holds stays."""
+    """Copy the files of folder `source`, or those in `names`, to folder `target`.
+
+    Each copy is atomic. Other files in `target` are left alone.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if names is None or path.name in names:
@@ -52,14 +53,14 @@ def install_files(source: Path, target: Path, names: Iterable[str] | None = None
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically: readers find the old content or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
 
 def remove_entries(folder: Path, is_ours: Callable[[str], object]) -> None:
-    """Remove the entries of `folder` whose name `is_ours`, and the folder if none is left."""
+    """Remove the entries of `folder` whose name `is_ours`, and the folder itself if it is empty."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -71,10 +72,11 @@ def remove_entries(folder: Path, is_ours: Callable[[str], object]) -> None:
 
 @contextmanager
 def atomic_folder(out: Path, shared: bool = False) -> Iterator[Path]:
-    """A folder to write in that becomes `out` when all went well, and else is removed.
+    """Open a temporary folder that is renamed to `out` on success, and removed on an error.
 
-    With `shared`, others may write the same result at the same moment (a cluster gives a task away
-    when it takes a slow worker for dead): each has a folder of its own and the first one stays.
+    shared: several workers may write the same result at the same time, as when a cluster gives up
+    on a slow worker and restarts its task. Each then has its own temporary folder, and the first
+    to finish wins.
     """
     temporary = out.with_name(f"{out.name}.{uuid4().hex}.tmp" if shared else f"{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -96,7 +98,7 @@ def atomic_folder(out: Path, shared: bool = False) -> Iterator[Path]:
 
 
 def sync_files(folder: Path) -> None:
-    """Have the files of a folder on the disk before its new name is: a machine may stop as well."""
+    """Flush the files of a folder to disk, so that a crash cannot leave a renamed folder empty."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
@@ -105,9 +107,10 @@ def sync_files(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Hold `folder/lock` as the only command, or as one of those that share it.
+    """Hold the lock of a folder, exclusively or together with others that share it.
 
-    The lock ends with the process, however that ends. Raises `UserError` if another holds it.
+    Raises `UserError` if another command holds it. The lock is released when the process ends,
+    even if it is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as lock:
@@ -118,11 +121,11 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
                 f"another command is at work in {folder}; wait for it or choose another data_dir"
             ) from None
         except OSError as error:  # some network file systems have no locks
-            print(f"{folder} cannot be locked ({error.strerror}): start nothing else in it")
+            print(f"{folder} cannot be locked ({error.strerror}): do not run another command in it")
         yield
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of the bytes of a file."""
+    """Hash a file to the SHA-256 of its bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

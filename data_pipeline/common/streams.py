@@ -1,8 +1,8 @@
-"""The project's random numbers: a hash of integers, so that any draw can be made alone, in any
-order.
+"""Draw random numbers as hashes of integers, so that any draw can be made alone and in any order.
 
-splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) of (key,
-counter). A numpy generator object for every example would cost more than building the example.
+Draw number `counter` of a stream is the splitmix64 hash of (stream, counter) (Steele, Lea, Flood:
+Fast Splittable Pseudorandom Number Generators, 2014). There is no generator state to save. Creating
+a numpy generator for each example would take longer than building the example.
 """
 
 from enum import IntEnum
@@ -15,21 +15,21 @@ LOW32 = np.uint64(0xFFFFFFFF)
 
 
 class Stream(IntEnum):
-    """What a stream of draws is for: a part of its key, so that no two streams are the same."""
+    """The purpose of a random stream; part of its key, so that no two purposes share a stream."""
 
-    CHUNKS = 0  # where documents are cut
-    ORDER = 1  # of pairs in an epoch
-    SPLIT = 2  # of a chunk into A and B
-    EXCHANGE = 3  # of second segments
-    MASKS = 4
-    DIRECTIONS = 5  # from which end a document is cut
-    PARTS = 6  # of a corpus that is too large to plan at once
-    PHASES = 7  # a seed for each phase
+    CHUNKS = 0  # boundaries of chunks
+    ORDER = 1  # order of the pairs in an epoch
+    SPLIT = 2  # where a chunk is split into A and B
+    EXCHANGE = 3  # which chunks exchange their second segments
+    MASKS = 4  # masked words and their replacements
+    DIRECTIONS = 5  # the end that a document is cut into chunks from
+    PARTS = 6  # documents of each epoch part
+    PHASES = 7  # seed of each phase
     DROPOUT = 8
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser of each uint64 of `x`; overwrites `x`."""
+    """Apply the splitmix64 finaliser to each uint64 of `x`, in place; returns `x`."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -40,7 +40,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def derive_stream(*parts: int) -> np.uint64:
-    """One uint64 from integers, in order: the key of a stream of draws."""
+    """Derive a random stream from integers, whose order matters: uint64, the key of its draws."""
     value = np.zeros(1, np.uint64)
     for part in parts:
         value = mix(value + np.array([part % 2**64], np.uint64) * GOLDEN + GOLDEN)
@@ -48,12 +48,12 @@ def derive_stream(*parts: int) -> np.uint64:
 
 
 def random_u64(stream: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Draw number `counters` of `stream`: uint64, uniform; both broadcast."""
+    """Return the draws with numbers `counters` of `stream`: uniform uint64; both broadcast."""
     return mix(np.multiply(counters.astype(np.uint64) + np.uint64(1), GOLDEN) + stream)
 
 
 def random_below(draw: np.ndarray, limit: np.ndarray | int) -> np.ndarray:
-    """Each uint64 of `draw` as an int64 in [0, limit), limit < 2**32; bias under 2**-32 * limit."""
+    """Map uniform uint64 to int64 in [0, limit), limit < 2**32, with a bias below limit / 2**32."""
     return (
         ((draw >> np.uint64(32)) * np.asarray(limit).astype(np.uint64)) >> np.uint64(32)
     ).astype(np.int64)

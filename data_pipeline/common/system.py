@@ -1,4 +1,4 @@
-"""What differs between systems, and what is shown of long work."""
+"""Handle differences between operating systems, and show the progress of long work."""
 
 import ctypes
 import os
@@ -9,14 +9,14 @@ from tqdm import tqdm
 
 
 def count_cpus() -> int:
-    """Cores that this process may use; all of the machine's where it does not tell (macOS)."""
+    """Count the cores that this process may use; all cores where the system cannot tell (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Let a worker end when the command does, even by kill -9 (Linux)."""
+    """Make a worker process end when its parent does, even if that is killed; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
@@ -26,8 +26,10 @@ def die_with_parent(parent: int) -> None:
 def progress_bar(
     what: str, total: int, unit: str, done: int = 0, disable: bool = False, delay: float = 0
 ) -> tqdm:
-    """A bar with rate and time left, shown after `delay` seconds; a line every ten seconds where
-    nobody watches it move."""
+    """Create a progress bar with rate and remaining time, shown after `delay` seconds.
+
+    Updates every half second in a terminal, and every ten seconds in a log file.
+    """
     interval = 0.5 if sys.stderr.isatty() else 10
     return tqdm(
         None,

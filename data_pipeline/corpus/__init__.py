@@ -1,1 +1,1 @@
-"""Where text comes from: readers, files, and which of the text is taken."""
+"""Read the text of a corpus, and select what of it to train on."""

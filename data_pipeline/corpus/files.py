@@ -1,4 +1,4 @@
-"""The bytes of a **corpus** file, compressed or not, and what they are if they are not text."""
+"""Read the bytes of a corpus file, compressed or not, and guess what they are if not text."""
 
 import bz2
 import codecs
@@ -13,7 +13,7 @@ from data_pipeline.common.errors import UserError
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BUFFER_BYTES = 1 << 20
-MARKS = {  # first bytes of what is often taken for text
+MARKS = {  # first bytes of files that users often give as text
     b"\xff\xfe\0\0": "encoding=utf-32",
     b"\xff\xfe": "encoding=utf-16",
     b"\xfe\xff": "encoding=utf-16",
@@ -27,15 +27,18 @@ MARKS = {  # first bytes of what is often taken for text
 
 
 class ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a .zst file; raises `EOFError` if it was cut off, which
-    zstandard's own reader takes for the end."""
+    """Read the decompressed bytes of a .zst file.
+
+    Raises `EOFError` for a truncated file, which zstandard's own reader silently reads as a
+    complete one.
+    """
 
     def __init__(self, file: BinaryIO):
         import zstandard
 
         self.file, self.new_frame = file, zstandard.ZstdDecompressor().decompressobj
         self.frame, self.packed, self.ready = self.new_frame(), b"", memoryview(b"")
-        self.inside = False  # a frame
+        self.inside = False  # whether a frame has begun and not ended
 
     def readable(self) -> bool:
         return True
@@ -62,15 +65,15 @@ class ZstdFile(io.RawIOBase):
 
 
 def open_file(path: str) -> BinaryIO:
-    """The bytes of a file as it lies; raises `UserError` if it may not be read."""
+    """Open a file without decompressing it; raises `UserError` if permission is denied."""
     try:
         return open(path, "rb")
     except PermissionError:
-        raise UserError(f"corpus file {path} may not be read; check its permissions") from None
+        raise UserError(f"corpus file {path}: permission denied; check its permissions") from None
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """The (decompressed) bytes of a file; a plain file can seek."""
+    """Open a file for reading its decompressed bytes; only an uncompressed file can seek."""
     suffix, file = os.path.splitext(path)[1], open_file(path)
     if suffix == ".zst":
         return io.BufferedReader(ZstdFile(file), BUFFER_BYTES)
@@ -78,7 +81,7 @@ def open_bytes(path: str) -> BinaryIO:
 
 
 def read(file: BinaryIO, size: int, path: str) -> bytes:
-    """The next bytes, at most `size`; raises `UserError` if they cannot be decompressed."""
+    """Read at most `size` bytes; raises `UserError` if they cannot be decompressed."""
     try:
         return file.read(size)
     except (EOFError, OSError, lzma.LZMAError, ValueError) as error:
@@ -90,12 +93,15 @@ def read(file: BinaryIO, size: int, path: str) -> bytes:
 
 
 def is_mostly_nul(block: bytes) -> bool:
-    """Whether `block` has the NUL bytes of UTF-16, or of a program, and not a stray few."""
+    """Tell whether a block has as many NUL bytes as UTF-16 or binary data, and not just a few."""
     return len(block) >= 64 and block.count(0) > len(block) // 4
 
 
 def guess(head: bytes, seen: bytes) -> str:
-    """What a file is whose bytes are not UTF-8, from its first bytes and some that are at fault."""
+    """Guess what a file is that is not UTF-8: `encoding=...`, a suffix, or a description.
+
+    head: the first bytes of the file. seen: some bytes around the first one that is not UTF-8.
+    """
     for mark, name in MARKS.items():
         if head.startswith(mark):
             return name
@@ -113,14 +119,14 @@ def guess(head: bytes, seen: bytes) -> str:
     if is_gb18030(seen):
         return "encoding=gb18030"
     if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
-        return "UTF-8 with errors"  # three bytes in a row make no sense in Latin-1
+        return "UTF-8 with errors"  # three such bytes in a row are rare in Latin-1
     if len(above) * 2 > len(text):
         return "binary data, or text in an encoding unknown here"
     return "encoding=" + ("cp1252" if re.search(rb"[\x80-\x9f]", seen) else "latin-1")
 
 
 def is_gb18030(seen: bytes) -> bool:
-    """Whether bytes read as GB18030 give mostly the 3,755 common characters (rows 16 to 55)."""
+    """Tell whether bytes decode as GB18030 to mostly its 3,755 common characters (rows 16-55)."""
     try:
         text = codecs.getincrementaldecoder("gb18030")().decode(seen)
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""**corpus**, the embedded one: English prose which the Python installation already carries.
+"""Extract English prose from the docstrings of the Python installation: the built-in corpus.
 
-It stands at the very start of the journey (`corpus.builtin: python-docs`), so that a quick start
-needs no download. Modules are parsed with `ast` and never imported.
+`corpus.builtin: python-docs` selects it, so that the quick start needs no download. Modules are
+parsed with `ast` and never imported.
 """
 
 import ast
@@ -15,20 +15,20 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 TOPICS = "topics"
-# Required dependencies only: the corpus must not depend on which extras are installed.
+# Only required dependencies, so that the corpus does not depend on which extras are installed.
 PACKAGES = ("accelerate", "datasets", "numpy", "omegaconf", "tokenizers", "torch", "wandb")
 SKIPPED_FOLDERS = set("site-packages dist-packages test tests idle_test testing".split())
 SKIPPED_FOLDERS |= set("vendor _vendor autoheuristic".split())
 MIN_DOCUMENT_SENTENCES = 3
 MIN_DOCUMENT_CHARACTERS = 200
 
-# The content of these directives is prose; that of any other is code, maths or a bare label.
+# These directives contain prose; all others contain code, maths or a bare label.
 PROSE_DIRECTIVE = re.compile(
     r"\.\. *(note|warning|tip|important|caution|attention|hint|danger|seealso|admonition)::", re.I
 )
 DIRECTIVE = re.compile(r"\.\.( |$)")
 RULE = re.compile(r"([=\-~^*#_+.`\"'])\1{2,}[=\-~^*#+|\s]*$")
-# Table rows, signatures, placeholders, tags, comments, commands and the heads of sections.
+# Table rows, signatures, placeholders, tags, comments, commands and section headings.
 NOISE = re.compile(
     r"[|+].*[|+]$|(\w+ )?[\w.]+\([^()]*\)(\s*->.*)?:?$|[\w.]+\(.*\)\s*->|\{\w+\}$|</?\w.*>$|[#$%@]"
     r"|[A-Z]\w*( [A-Z]\w*)?::?$"
@@ -47,7 +47,7 @@ HEAD = re.compile(r"[\w.*`, ]+( : .*|:)$|[\w.*`]+$")  # a term with its definiti
 
 INLINE = [
     (r":math:`([\w.]{1,3})`", r"\1"),
-    (r":math:`[^`]*`", r"\\mathrm"),  # its sentence is left out, as LaTeX is
+    (r":math:`[^`]*`", r"\\mathrm"),  # `CODE` then drops the sentence
     (r":[\w:+-]+:(?=`)", ""),
     (r"(?<!`)`([\w.-]+)'", r"'\1'"),
     (r"`~[\w.]*?(\w+(\(\))?)`", r"\1"),
@@ -69,7 +69,7 @@ CODE = re.compile(r"\\[A-Za-z(\[]|[{}$]|>>>|\w\[.*\]\.|[=!<>+*/-]=| = |;$|->|\*\
 
 
 def list_modules() -> list[str]:
-    """What will be read, in order: the word `topics`, then the path of every Python module."""
+    """List what is read, in order: the word `topics`, then the path of every Python module."""
     specs = [importlib.util.find_spec(name) for name in PACKAGES]
     # A namespace (no origin) is a stray folder of that name, such as the run folder of wandb.
     packages = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
@@ -78,14 +78,14 @@ def list_modules() -> list[str]:
 
 
 def read_module(module: str) -> list[list[str]]:
-    """The documents of one item of `list_modules`, each a list of paragraphs."""
+    """Read the documents of one item of `list_modules`, each a list of paragraphs."""
     if module == TOPICS:
         return [prose(topics[name]) for name in sorted(topics)]
     return [[paragraph for text in _docstrings(Path(module)) for paragraph in prose(text)]]
 
 
 def read_python_docs() -> Iterator[str]:
-    """Yield the documents, one paragraph a line; a paragraph seen before is left out."""
+    """Yield the documents, one paragraph per line, without paragraphs that occurred before."""
     seen: set[str] = set()
     for module in list_modules():
         for paragraphs in read_module(module):
@@ -97,7 +97,7 @@ def read_python_docs() -> Iterator[str]:
 
 
 def prose(docstring: str) -> list[str]:
-    """The paragraphs of a docstring which read as English, unwrapped and free of markup."""
+    """Extract the paragraphs of a docstring that are English prose, unwrapped, without markup."""
     paragraphs = (_plain(text) for text in _paragraphs(_text_lines(inspect.cleandoc(docstring))))
     return [text for text in paragraphs if _is_prose(text)]
 
@@ -112,18 +112,18 @@ def _python_files(root: Path) -> list[Path]:
 
 def _docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in the code of others
+        warnings.simplefilter("ignore")  # about invalid escapes in third-party code
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # a template, or the grammar of another Python
+        except (SyntaxError, ValueError):  # a template, or written for another Python version
             return
     yield from _strings(tree.body)
 
 
 def _strings(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Every bare string and every `add_docstr` string, in source order.
+    """Yield every bare string and every `add_docstr` string, in source order.
 
-    Only statements are descended into, which is far cheaper than `ast.walk`.
+    Visits statements but not the expressions in them, which is far cheaper than `ast.walk`.
     """
     for node in statements:
         if isinstance(node, ast.Expr | ast.Assign):
@@ -149,7 +149,7 @@ def _is_string(node: ast.AST | None) -> bool:
 
 
 def _text_lines(text: str) -> Iterator[str]:
-    """The lines outside code blocks, doctests and dropped directives; a blank for each of these."""
+    """Yield the lines of prose, and a blank line for each line of code, doctest or directive."""
     block: int | None = None  # the indent of the line that opened a literal block
     doctest = fenced = False
     for line in text.splitlines():
@@ -173,7 +173,7 @@ def _text_lines(text: str) -> Iterator[str]:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Join the hard-wrapped lines; a blank, a bullet, a field or a shift in indent starts anew."""
+    """Join wrapped lines to paragraphs; a blank, bullet, field or change of indent begins one."""
     words: list[str] = []
     last = 0
     for line in lines:
@@ -184,7 +184,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
         dropped = rule or NOISE.match(bare)
         deeper = words and indent > last and HEAD.match(words[-1])
         if not bare or dropped or marker or TERM.match(bare) or deeper or indent < last:
-            if words and not rule:  # what a rule underlines is a title
+            if words and not rule:  # a line above a rule is a title
                 yield " ".join(words)
             words = []
         if not dropped and bare[marker:]:
@@ -195,7 +195,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Strip inline markup to its words and leave out sentences with maths or code in them."""
+    """Remove inline markup, and drop the sentences that contain maths or code."""
     for pattern, replacement in INLINE:
         text = re.sub(pattern, replacement, text)
     return " ".join(part for part in SENTENCE_END.split(text) if not CODE.search(part)).strip()

@@ -1,8 +1,8 @@
-"""**corpus** -> sentences: where the text comes from, and text made sound, once.
+"""List the file chunks of a corpus, and read the documents of each as clean text.
 
-A corpus is one or several sources, listed as pieces (a byte range of a file, a whole compressed
-file, a share of a dataset); reading a piece gives its documents, one `str` each. A piece and its
-source are all that a worker needs to know.
+A corpus has one or several sources, which are divided into file chunks: a byte range of a file, a
+whole compressed file, or a shard of a dataset. A worker needs nothing else to read its documents,
+one `str` each, than the chunk and its source.
 """
 
 import codecs
@@ -22,9 +22,9 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, to_list
 from data_pipeline.corpus.files import OPENERS, guess, is_mostly_nul, open_bytes, open_file, read
 
-CHUNK_BYTES = 16 << 20  # of a plain file: what one worker reads at a time
+CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
-READ_BYTES = 1 << 17  # that become text together: what a cache holds
+READ_BYTES = 1 << 17  # bytes to decode at once: they fit the processor's cache
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
@@ -35,25 +35,25 @@ LAYOUTS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow")}
 
 @dataclass(frozen=True)
 class FileChunk:
-    """A part of the corpus that is read alone: bytes [start, end) of a file, or share `start` of
-    `end`."""
+    """A part of the corpus that one worker reads: bytes [start, end) of a file, or shard `start` of
+    the `end` shards of a dataset."""
 
     path: str
     layout: str  # blank_line, line, file, jsonl, csv, ..., dataset, python-docs
     start: int = 0
     end: int | None = None
-    version: str = ""  # hash of the file's ends and size, so that a changed file is read again
-    source: int = 0  # which of the corpus's sources
+    version: str = ""  # `sample_hash` of the file, so that a changed file is read again
+    source: int = 0  # index of its source in the corpus
 
     @property
     def size(self) -> int:
-        """Bytes of its file that it covers; 1 if it is of no file."""
+        """Bytes of the file in this chunk; 1 if it is not a part of a file."""
         return (self.end or os.path.getsize(self.path)) - self.start if self.version else 1
 
 
 @dataclass
 class Rejects:
-    """What was left out, by cause: number of documents."""
+    """Counts the documents that were left out, by cause."""
 
     causes: dict[str, int] = field(default_factory=dict)
 
@@ -62,19 +62,19 @@ class Rejects:
 
 
 def left_out(causes: dict[str, int]) -> str:
-    """What was not taken, by cause: documents, but for the paragraphs that are named so."""
+    """Format the counts of `Rejects`; they are documents unless a cause says paragraphs."""
     return ", ".join(f"{n:,} {cause}" for cause, n in causes.items()) or "none"
 
 
-# ---------------------------------------------------------------------------------- what there is
+# ---------------------------------------------------------------------------------- listing
 
 
 def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
-    """The pieces of a corpus in their order; raises `UserError` for files that are not there."""
+    """List the file chunks of a corpus in order; raises `UserError` if a file does not exist."""
     return [
-        replace(piece, source=i)
+        replace(chunk, source=i)
         for i, source in enumerate(corpus.each_source())
-        for piece in list_source(source)
+        for chunk in list_source(source)
     ]
 
 
@@ -82,30 +82,33 @@ def list_source(source: SourceConfig) -> list[FileChunk]:
     if source.builtin:
         return [FileChunk("python-docs", "python-docs")]
     if source.dataset:
-        shares = getattr(open_dataset(source.dataset), "num_shards", 1)
-        return [FileChunk(source.dataset.path, "dataset", i, shares) for i in range(shares)]
+        shards = getattr(open_dataset(source.dataset), "num_shards", 1)
+        return [FileChunk(source.dataset.path, "dataset", i, shards) for i in range(shards)]
     paths = list_files(to_list(source.files))
     layouts = dict.fromkeys(paths, source.layout)
     if source.layout == "auto":
         texts = [path for path in paths if not layout_by_name(path)]
         layouts = {path: layout_by_name(path) for path in paths}
         layouts |= dict.fromkeys(texts, detect_layout(texts, source.encoding))
-    pieces = []
+    chunks = []
     for path, layout in layouts.items():
         size, version = os.path.getsize(path), sample_hash(path)
         for start, end in byte_ranges(path, layout, size, source.encoding):
-            pieces.append(FileChunk(path, layout, start, end, version))
-    return pieces
+            chunks.append(FileChunk(path, layout, start, end, version))
+    return chunks
 
 
 def name_source(source: SourceConfig) -> str:
-    """What a source is called in messages: its first file, or its dataset."""
+    """Name a source in messages: by its first file, its dataset or its built-in corpus."""
     first, *others = to_list(source.files) or [source.builtin or source.dataset.path]
     return f"{first} and {len(others)} more" if others else first
 
 
 def list_files(patterns: list[str]) -> list[str]:
-    """The files behind paths and globs, in the order given, each once."""
+    """Expand paths and globs to files, in the order given and without repetition.
+
+    Raises `UserError` if one matches no file.
+    """
     paths = []
     for pattern in patterns:
         found = sorted(p for p in glob(pattern, recursive=True) if os.path.isfile(p))
@@ -117,13 +120,13 @@ def list_files(patterns: list[str]) -> list[str]:
             raise UserError(f"corpus file {pattern} is a folder; name its files: '{pattern}/*.txt'")
         elif not found:
             what = "no file matches" if has_magic(pattern) else "no corpus file at"
-            raise UserError(f"{what} {pattern} (in {os.getcwd()}); put corpus.files right")
+            raise UserError(f"{what} {pattern} (in {os.getcwd()}); correct corpus.files")
         paths += found
     return list(dict.fromkeys(paths))
 
 
 def sample_hash(path: str) -> str:
-    """A hash of a file's size, start and end: enough to notice that it is another file."""
+    """Hash a file's size, first and last megabyte: enough to notice that a file has changed."""
     with open_file(path) as file:
         digest = hashlib.blake2b(file.read(BLOCK_BYTES), digest_size=16)
         size = file.seek(0, os.SEEK_END)
@@ -133,7 +136,10 @@ def sample_hash(path: str) -> str:
 
 
 def list_saved(folder: str) -> list[str]:
-    """The Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote; else none."""
+    """List the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote.
+
+    Returns none for other folders; raises `UserError` for a folder with several splits.
+    """
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = sorted(name for name in os.listdir(folder) if "." not in name)
         raise UserError(
@@ -149,15 +155,18 @@ def list_saved(folder: str) -> list[str]:
 
 
 def layout_by_name(path: str) -> str | None:
-    """`jsonl`, `csv`, ... by a file's suffix; None for text."""
+    """Tell a file's layout (`jsonl`, `csv`, ...) from its suffix; None for text."""
     name, suffix = os.path.splitext(path)
     packed = suffix in (*OPENERS, ".zst")
     return LAYOUTS.get(os.path.splitext(name)[1] if packed else suffix)
 
 
 def detect_layout(paths: list[str], encoding: str) -> str:
-    """`blank_line` if the first MB of any file has a blank line; else `file` for many, `line` for
-    one."""
+    """Detect how text files are divided into documents, from the first MB of each.
+
+    Returns `blank_line` if any of them has a blank line, else `file` for several files and `line`
+    for a single one.
+    """
     for path in paths:
         with open_bytes(path) as file:
             head = read(file, BLOCK_BYTES, path).decode(encoding, "replace")
@@ -168,11 +177,13 @@ def detect_layout(paths: list[str], encoding: str) -> str:
 
 
 def byte_ranges(path: str, layout: str, size: int, encoding: str) -> list[tuple[int, int | None]]:
-    """Ranges of about `CHUNK_BYTES` that end between documents; one for a file that cannot be
-    cut."""
+    """Divide a file into ranges of about `CHUNK_BYTES` that end between documents.
+
+    Returns the single range (0, None) for a small file and for one that cannot be divided.
+    """
     whole = os.path.splitext(path)[1] in (*OPENERS, ".zst")
     whole |= layout not in ("blank_line", "line", "jsonl")
-    if whole or size <= CHUNK_BYTES or "\n".encode(encoding) != b"\n":  # UTF-16 has wide line ends
+    if whole or size <= CHUNK_BYTES or "\n".encode(encoding) != b"\n":  # UTF-16: wider line ends
         return [(0, None)]
     boundary = BLANK_LINE if layout == "blank_line" else re.compile(rb"\n")
     cuts = [0]
@@ -183,7 +194,7 @@ def byte_ranges(path: str, layout: str, size: int, encoding: str) -> list[tuple[
 
 
 def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
-    """Where the first match at or after byte `start` ends; None if there is none before the end."""
+    """Find the first match at or after byte `start`; the byte where it ends, or None."""
     file.seek(start)
     seen = b""
     while block := file.read(BLOCK_BYTES):
@@ -198,59 +209,58 @@ def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
 # ---------------------------------------------------------------------------------- reading
 
 
-def read_documents(piece: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
-    """The documents of a piece, one `str` each, never empty; paragraphs are its lines.
+def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
+    """Yield the documents of a file chunk, one non-empty `str` each, with a paragraph per line.
 
-    Raises `UserError` that names file and byte offset for bytes that are not text.
+    Raises `UserError` with file and byte offset for bytes that are not text.
     """
-    if piece.layout == "python-docs":
+    if chunk.layout == "python-docs":
         from data_pipeline.corpus.python_docs import read_python_docs
 
         documents = read_python_docs()
-    elif piece.layout == "dataset":
-        documents = read_dataset(piece, source.dataset, "corpus.dataset.text_column")
-    elif piece.layout in ("parquet", "arrow"):
-        rows = DatasetConfig(piece.layout, None, "train", escape(piece.path), source.text_field)
-        documents = read_dataset(piece, rows, "corpus.text_field")
-    elif piece.layout == "jsonl":
-        documents = read_jsonl(piece, source)
-    elif piece.layout in ("csv", "tsv"):
-        documents = read_table(piece, source)
-    elif piece.layout == "file":
-        documents = ["".join(read_text(piece, source))]
-    elif piece.layout == "line":
-        documents = read_lines(piece, source)
+    elif chunk.layout == "dataset":
+        documents = read_dataset(chunk, source.dataset, "corpus.dataset.text_column")
+    elif chunk.layout in ("parquet", "arrow"):
+        rows = DatasetConfig(chunk.layout, None, "train", escape(chunk.path), source.text_field)
+        documents = read_dataset(chunk, rows, "corpus.text_field")
+    elif chunk.layout == "jsonl":
+        documents = read_jsonl(chunk, source)
+    elif chunk.layout in ("csv", "tsv"):
+        documents = read_table(chunk, source)
+    elif chunk.layout == "file":
+        documents = ["".join(read_text(chunk, source))]
+    elif chunk.layout == "line":
+        documents = read_lines(chunk, source)
     else:
-        documents = read_blank_line_documents(piece, source)
+        documents = read_blank_line_documents(chunk, source)
     for document in documents:
         if document.strip():
             yield document
-        elif piece.layout not in ("line", "blank_line"):
+        elif chunk.layout not in ("line", "blank_line"):
             rejects.add("empty")
 
 
-def read_text(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
-    """The text of a piece in blocks: decoded, no BOM, line ends alike, control characters to
-    spaces."""
+def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    """Yield the text of a file chunk in blocks, decoded and cleaned (see `clean_text`)."""
     decoder = codecs.getincrementaldecoder(source.encoding)(source.errors)
-    position, pending = piece.start, ""
-    with open_bytes(piece.path) as file:
-        if piece.start:
-            file.seek(piece.start)
+    position, pending = chunk.start, ""
+    with open_bytes(chunk.path) as file:
+        if chunk.start:
+            file.seek(chunk.start)
         while True:
-            wanted = READ_BYTES if piece.end is None else min(READ_BYTES, piece.end - position)
-            block = read(file, wanted, piece.path)
+            wanted = READ_BYTES if chunk.end is None else min(READ_BYTES, chunk.end - position)
+            block = read(file, wanted, chunk.path)
             if position == 0 and is_mostly_nul(block) and source.encoding.startswith("utf-8"):
-                raise not_text(piece.path, source, block.index(0), "many bytes are NUL", block)
+                raise not_text(chunk.path, source, block.index(0), "many bytes are NUL", block)
             try:
                 text = pending + decoder.decode(block, final=not block)
             except UnicodeError as error:
-                offset, reason, seen = position, str(error), block  # UTF-16 without its mark
+                offset, reason, seen = position, str(error), block  # UTF-16 without a BOM
                 if isinstance(error, UnicodeDecodeError):
                     offset += len(block) - len(error.object) + error.start
                     line = error.object.rfind(b"\n", 0, error.start) + 1
                     reason, seen = error.reason, error.object[line:]
-                raise not_text(piece.path, source, offset, reason, seen) from None
+                raise not_text(chunk.path, source, offset, reason, seen) from None
             if position == 0:
                 text = text.removeprefix("\ufeff")
             pending = (
@@ -263,7 +273,10 @@ def read_text(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
 
 
 def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: bytes) -> UserError:
-    """The error for a byte of a file that is not in its encoding; `seen` is the text around."""
+    """Build the error for a byte that is invalid in a file's encoding, with a guess at the cause.
+
+    offset: of the byte in the file. reason: of the decoder. seen: the bytes around it.
+    """
     with open_bytes(path) as file:
         head = read(file, 8, path)
     looks = guess(head, seen)
@@ -280,23 +293,26 @@ def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: by
 
 
 def clean_text(text: str) -> str:
-    """`text` with line ends alike and control characters as spaces; nothing else is touched."""
+    """Replace all line ends by `\\n` and control characters by spaces, and change nothing else."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     return CONTROL.sub(" ", text) if has_controls(text) else text
 
 
 def has_controls(text: str) -> bool:
-    """Whether `CONTROL` finds anything; in a third of its time."""
+    """Tell whether `CONTROL` would match, in a third of the time."""
     code = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    low, middle = code < 32, code - np.uint32(127) < 33  # unsigned: below 127 it is huge
+    low, middle = code < 32, code - np.uint32(127) < 33  # unsigned: wraps below 127
     return bool(middle.any() or (low & (code != 9) & (code != 10)).any())
 
 
-def read_whole_lines(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
-    """`read_text` in blocks that end with a line, and that with its line end, added at the end."""
+def read_whole_lines(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    """Yield the text of a file chunk in blocks of whole lines, each ending with a line end.
+
+    Adds a line end to the last line.
+    """
     rest: list[str] = []
-    for text in read_text(piece, source):
+    for text in read_text(chunk, source):
         end = text.rfind("\n") + 1
         if end:
             yield "".join([*rest, text[:end]])
@@ -305,14 +321,14 @@ def read_whole_lines(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
     yield "".join([*rest, "\n"])
 
 
-def read_lines(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
-    for lines in read_whole_lines(piece, source):
+def read_lines(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    for lines in read_whole_lines(chunk, source):
         yield from lines[:-1].split("\n")
 
 
-def read_blank_line_documents(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
+def read_blank_line_documents(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     document: list[str] = []
-    for lines in read_whole_lines(piece, source):
+    for lines in read_whole_lines(chunk, source):
         first, *others = BLANK_LINES.split("\n" + lines)  # a match starts with a line end
         document.append(first[1:])
         for other in others:
@@ -321,8 +337,8 @@ def read_blank_line_documents(piece: FileChunk, source: SourceConfig) -> Iterato
     yield "".join(document).removesuffix("\n")
 
 
-def read_jsonl(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
-    for number, line in enumerate(read_lines(piece, source), 1):
+def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    for number, line in enumerate(read_lines(chunk, source), 1):
         if not line.strip():
             continue
         try:
@@ -330,28 +346,31 @@ def read_jsonl(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
-            where = f"{piece.path}: JSON line {number}" + (
-                f" after byte {piece.start}" if piece.start else ""
+            where = f"{chunk.path}: JSON line {number}" + (
+                f" after byte {chunk.start}" if chunk.start else ""
             )
             raise UserError(
                 f"{where} is not an object with a text field {source.text_field!r}: {line[:80]!r}; "
                 "set corpus.text_field, or corpus.layout if these are not JSON lines"
             ) from None
-        text = SURROGATE.sub("\ufffd", text)  # half a character, as \\ud83d in JSON
+        text = SURROGATE.sub("\ufffd", text)  # JSON can encode half a character, as \\ud83d
         yield one_document(text)
 
 
-def read_table(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
-    """The `text_field` column of a CSV (RFC 4180) or TSV (IANA: no quotes) file with a header."""
+def read_table(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    """Yield the `text_field` column of a CSV (RFC 4180) or TSV (IANA: no quotes) file.
+
+    The first row is the header. Raises `UserError` for a malformed row or a missing column.
+    """
     csv.field_size_limit(1 << 30)
-    lines = (f"{line}\n" for line in read_lines(piece, source))
-    format = {"csv": {}, "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}[piece.layout]
+    lines = (f"{line}\n" for line in read_lines(chunk, source))
+    format = {"csv": {}, "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}[chunk.layout]
     rows = csv.reader(lines, strict=True, **format)
     try:
         header = next(rows, [])
         if source.text_field not in header:
             raise UserError(
-                f"{piece.path} has no column {source.text_field!r}, but {', '.join(header)[:200]}; "
+                f"{chunk.path} has no column {source.text_field!r}, but {', '.join(header)[:200]}; "
                 "set corpus.text_field"
             )
         column = header.index(source.text_field)
@@ -363,18 +382,18 @@ def read_table(piece: FileChunk, source: SourceConfig) -> Iterator[str]:
             yield one_document(row[column])
     except csv.Error as error:
         raise UserError(
-            f"{piece.path}: line {rows.line_num} is not {piece.layout} ({error}); mend it, or set "
+            f"{chunk.path}: line {rows.line_num} is not {chunk.layout} ({error}); mend it, or set "
             "corpus.layout"
         ) from None
 
 
 def one_document(text: str) -> str:
-    """`text` made sound, without the blank lines that elsewhere would divide it."""
+    """Clean the text of one document, and drop blank lines, which would divide it elsewhere."""
     return BLANK_LINES.sub("\n", clean_text(text))
 
 
 def open_dataset(wanted: DatasetConfig):
-    """The configured dataset, streamed; raises `UserError` with the reason if it cannot be had."""
+    """Open the configured dataset for streaming; raises `UserError` with the reason on failure."""
     import datasets
 
     files = to_list(wanted.data_files) or None
@@ -382,33 +401,36 @@ def open_dataset(wanted: DatasetConfig):
         return datasets.load_dataset(
             wanted.path, wanted.name, split=wanted.split, data_files=files, streaming=True
         )
-    except Exception as error:  # datasets raises many kinds; all of them are about what was asked
+    except Exception as error:  # of many types, all about what the user asked for
         raise UserError(f"dataset {wanted.path} cannot be opened: {error}") from None
 
 
-def read_dataset(piece: FileChunk, wanted: DatasetConfig, key: str) -> Iterator[str]:
-    """The text column of a share of a dataset; `key` of the config names that column."""
+def read_dataset(chunk: FileChunk, wanted: DatasetConfig, key: str) -> Iterator[str]:
+    """Yield the text column of one shard of a dataset.
+
+    key: the config key that names the column, for messages.
+    """
     column, stream = wanted.text_column, open_dataset(wanted)
-    if piece.end and piece.end > 1:
-        stream = stream.shard(piece.end, piece.start)
+    if chunk.end and chunk.end > 1:
+        stream = stream.shard(chunk.end, chunk.start)
     try:
         for row in stream:
             if column not in row:
                 raise UserError(
-                    f"{piece.path} has no column {column!r}, but {', '.join(row)}; set {key}"
+                    f"{chunk.path} has no column {column!r}, but {', '.join(row)}; set {key}"
                 )
             if not isinstance(row[column] or "", str):
                 raise UserError(
-                    f"{piece.path}: column {column!r} is not text: {str(row[column])[:80]!r}; set "
+                    f"{chunk.path}: column {column!r} is not text: {str(row[column])[:80]!r}; set "
                     f"{key}"
                 )
             yield one_document(row[column] or "")
     except UserError:
         raise
-    except Exception as error:  # of many kinds again: a damaged file, a lost connection
-        raise UserError(f"{piece.path} cannot be read: {type(error).__name__}: {error}") from None
+    except Exception as error:  # many types again: a damaged file, a lost connection
+        raise UserError(f"{chunk.path} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def text_hash(data: bytes) -> int:
-    """64 bits of BLAKE2b of a text."""
+    """Hash a text to 64 bits of BLAKE2b."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

@@ -1,19 +1,19 @@
-"""corpus -> **selection** -> sentences: drop duplicates, hold documents out, apply source weights.
+"""Select what to train on: drop duplicates, hold documents out, apply source weights.
 
-One cheap pass writes the hashes of each piece's documents and long paragraphs (and the text, where
-it would have to be fetched, parsed or decompressed again); merging the hashes tells every piece
-which of them an earlier piece has. So a piece can then be scanned alone, on any worker, and a text
-stays where it comes first in the order of pieces.
+"Chunk" means a file chunk here. A first pass writes the hashes of each chunk's documents and long
+paragraphs (and the text too, where reading it again would be slow). Merging the hashes then tells
+for each chunk which of its texts an earlier chunk has. With that a worker can scan any chunk alone,
+and the first copy of a text, in the order of chunks, is the one that stays.
 
-The rule of the held-out split: the documents whose hash is below a limit, whatever the order of
-files. The limit is that of the share `corpus.held_out_fraction`; where fewer documents or less
-text than losses need to be trusted are below it, it rises until there are enough, but not above a
-fifth of all. Of 486 long documents a share of 1 % takes about five: the limit rises until 50 are below it.
-Of 30 it takes six at most.
+Held-out split: the documents whose hash is below a limit, in whatever order the files are listed.
+The limit is `corpus.held_out_fraction` of all hashes. Where that gives too few documents or too
+little text for trustworthy losses, it rises until there is enough, but at most to a fifth of the
+corpus. For example, 1 % of 486 long documents is about five; the limit rises until 50 documents
+are held out. Of 30 documents at most six are held out.
 
-The rule of weights: of a source's N distinct documents to train on, weight w takes w N in all,
-rounded half up: each floor(w) times, and those with the lowest hashes once more. Held-out documents
-are never repeated; below weight 1 the same share of them is taken.
+Source weights: weight w takes w N of the N distinct training documents of a source, rounded half
+up: floor(w) copies of each, and one more of those with the lowest hashes. Held-out documents are
+never repeated; a weight below 1 takes the same fraction of them.
 """
 
 import hashlib
@@ -31,45 +31,49 @@ from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
 from data_pipeline.corpus.readers import BLOCK_BYTES, FileChunk, Rejects, read_documents, text_hash
 
-MIN_DEDUP_CHARS = 100  # characters of a paragraph whose repetition is no chance
-MERGED = 1 << 24  # hashes that are compared at a time: about 500 MB
-# layouts and files that take several times longer to read again than their text from the disk
+MIN_DEDUP_CHARS = 100  # shorter paragraphs may recur by chance, and are kept
+MERGED = 1 << 24  # hashes to compare at a time, in about 500 MB
+# reading these layouts and files again takes several times as long as reading a copy of their text
 COSTLY = ("dataset", "python-docs", "parquet", "arrow", "csv", "tsv")
 SLOW = (".bz2", ".xz")
 KINDS = ("documents", "paragraphs")
-ALL = 2**64  # above every hash
-# least documents and characters to hold out, at 6 characters a token: with vocabularies of their
-# own English and German have 4.8, Thai 4.6, Hindi 3.9, Japanese 1.9 (in bytes they are 4.8 to 13)
+ALL = 2**64  # greater than every hash
+# Documents and characters to hold out at least, at 6 characters per token. With a vocabulary
+# trained on their text, languages have fewer: English and German 4.8, Thai 4.6, Hindi 3.9,
+# Japanese 1.9 (4.8 to 13 in bytes).
 LEAST = np.array([HELD_OUT_DOCUMENTS, 6 * HELD_OUT_TOKENS])
-# where the share takes as many bytes, it takes enough documents even if they are books (1 MB each)
+# so many held-out bytes are enough documents even if these are books (1 MB each)
 SURE_BYTES = HELD_OUT_DOCUMENTS << 20
-PACKED, EXPANSION = (".gz", ".bz2", ".xz", ".zst", ".parquet"), 4  # bytes of text in one of these
+PACKED, EXPANSION = (".gz", ".bz2", ".xz", ".zst", ".parquet"), 4  # assumed compression ratio
 
 
-def needs_selection(corpus: CorpusConfig, pieces: list[FileChunk]) -> bool:
-    """Whether hashes must be known before the corpus is scanned."""
+def needs_selection(corpus: CorpusConfig, chunks: list[FileChunk]) -> bool:
+    """Tell whether all documents have to be hashed before the corpus can be scanned."""
     return (
         corpus.deduplicate
         or any(source.weight % 1 for source in corpus.each_source())
-        or 0 < corpus.held_out_fraction * count_bytes(pieces) < SURE_BYTES
+        or 0 < corpus.held_out_fraction * count_bytes(chunks) < SURE_BYTES
     )
 
 
-def count_bytes(pieces: list[FileChunk]) -> float:
-    """About how many bytes of text there are; infinite with a dataset, whose size is not known."""
-    if any(piece.layout == "dataset" for piece in pieces):
+def count_bytes(chunks: list[FileChunk]) -> float:
+    """Estimate the bytes of text in the corpus; infinite with a dataset, whose size is unknown."""
+    if any(chunk.layout == "dataset" for chunk in chunks):
         return math.inf
-    return sum(p.size * (EXPANSION if p.path.endswith(PACKED) else 1) for p in pieces)
+    return sum(p.size * (EXPANSION if p.path.endswith(PACKED) else 1) for p in chunks)
 
 
-def hash_chunk(piece: FileChunk, out: Path, source: SourceConfig) -> None:
-    """Write `documents.npy` and `paragraphs.npy`, sorted uint64 hashes of a piece, and
-    `characters.npy`, int64 length of each document, to folder `out`; 8 bytes each are all that is
-    held in memory. The text as well, of what is `COSTLY` or `SLOW`."""
+def hash_chunk(chunk: FileChunk, out: Path, source: SourceConfig) -> None:
+    """Write the hashes of a chunk's documents and long paragraphs to folder `out`.
+
+    Files: `documents.npy` and `paragraphs.npy` (uint64, sorted hashes), `characters.npy` (int64,
+    length of each document in the same order), `rejects.json`, and `text`, the documents
+    themselves, if the chunk is `COSTLY` or `SLOW`. Memory: 8 bytes per hash or length.
+    """
     hashes, characters, rejects = {kind: bytearray() for kind in KINDS}, array("q"), Rejects()
     with atomic_folder(out) as folder:
-        documents = read_documents(piece, source, rejects)
-        if piece.layout in COSTLY or piece.path.endswith(SLOW):
+        documents = read_documents(chunk, source, rejects)
+        if chunk.layout in COSTLY or chunk.path.endswith(SLOW):
             documents = keep(documents, folder)
         for document in documents:
             add_hash(hashes["documents"], document)
@@ -91,7 +95,7 @@ def add_hash(hashes: bytearray, text: str) -> None:
 
 
 def keep(documents: Iterable[str], folder: Path) -> Iterator[str]:
-    """The same documents, written to `folder` as they pass; NUL ends each."""
+    """Yield the documents unchanged, and write each to `folder/text`, followed by NUL."""
     with open(folder / "text", "wb") as file:
         for document in documents:
             file.write(document.encode("utf-8", "replace").replace(b"\0", b" ") + b"\0")
@@ -99,11 +103,11 @@ def keep(documents: Iterable[str], folder: Path) -> Iterator[str]:
 
 
 def read_selected(
-    piece: FileChunk, source: SourceConfig, hashes: Path | None, rejects: Rejects
+    chunk: FileChunk, source: SourceConfig, hashes: Path | None, rejects: Rejects
 ) -> Iterator[str]:
-    """`read_documents`, from what `keep` wrote to folder `hashes` where it did."""
+    """Yield the documents of a chunk, from the copy that `keep` wrote to folder `hashes` if any."""
     if not (hashes and (hashes / "text").exists()):
-        yield from read_documents(piece, source, rejects)
+        yield from read_documents(chunk, source, rejects)
         return
     rejects.causes.update(json.loads((hashes / "rejects.json").read_text()))
     document: list[bytes] = []
@@ -120,14 +124,18 @@ def read_selected(
 
 
 def find_earlier(hashed: list[Path], out: Path) -> None:
-    """Write to folder `out`, for piece i, the hashes that an earlier piece has:
-    `00000i-documents.u8` and `00000i-paragraphs.u8`, sorted uint64, where there are any."""
+    """Find the hashes of each chunk that also occur in an earlier chunk.
+
+    hashed: the folders that `hash_chunk` wrote, in the order of chunks.
+    Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder `out` for
+    each chunk i that has any.
+    """
     with atomic_folder(out) as folder:
         for kind in KINDS:
             files = [path / f"{kind}.npy" for path in hashed]
             n = 1 + sum(path.stat().st_size for path in files) // (8 * MERGED)
             bounds = [i * ALL // n for i in range(n)] + [ALL]
-            for low, high in pairwise(bounds):  # hashes being uniform, about `MERGED` in each
+            for low, high in pairwise(bounds):  # about `MERGED` hashes each
                 parts = [distinct(between(np.load(f, mmap_mode="r"), low, high)) for f in files]
                 for i, earlier in enumerate(in_earlier(parts)):
                     if len(earlier):
@@ -136,7 +144,7 @@ def find_earlier(hashed: list[Path], out: Path) -> None:
 
 
 def between(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
-    """The part of sorted `hashes` in [low, high)."""
+    """Return the slice of sorted `hashes` in [low, high)."""
     start = np.searchsorted(hashes, np.uint64(low))
     end = len(hashes) if high == ALL else np.searchsorted(hashes, np.uint64(high))
     return hashes[start:end]
@@ -147,7 +155,7 @@ def distinct(hashes: np.ndarray) -> np.ndarray:
 
 
 def in_earlier(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Of each array of distinct hashes, those that an array before it has."""
+    """Select from each array of distinct hashes those that occur in an array before it."""
     together = np.concatenate(parts)
     order = np.argsort(together, kind="stable")  # equal hashes stay in the order of arrays
     ordered = together[order]
@@ -165,21 +173,22 @@ def read_earlier(folder: Path, i: int, kind: str) -> np.ndarray:
 # ---------------------------------------------------------------------------------- held out
 
 
-def share_limit(share: float) -> int:
-    """The hash below which are that share of all hashes."""
-    return math.ceil(share * ALL)
+def share_limit(fraction: float) -> int:
+    """Compute the limit below which a fraction of all possible hashes lies."""
+    return math.ceil(fraction * ALL)
 
 
 def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
-    """Find the hash below which documents are held out: that of the share, or a higher one that
-    takes `LEAST`, but at most a fifth of the documents and of the characters.
+    """Find the hash below which documents are held out.
 
-    Duplicates count once where they are dropped. Less than `LEAST` may stay where a weight below 1
-    samples the held-out documents, or repeated paragraphs are dropped from them.
+    That is the limit of `corpus.held_out_fraction`, or a higher one that holds out `LEAST`, but at
+    most a fifth of the documents and of the characters. Duplicates count once if they are dropped.
+    Less than `LEAST` may remain if a weight below 1 samples the held-out documents, or if repeated
+    paragraphs are dropped from them.
     """
-    share, total = share_limit(corpus.held_out_fraction), np.zeros(2, np.int64)
+    configured, total = share_limit(corpus.held_out_fraction), np.zeros(2, np.int64)
     hashes, sizes = np.zeros(0, np.uint64), np.zeros((0, 2), np.int64)
-    for i, folder in enumerate(hashed if share else ()):
+    for i, folder in enumerate(hashed if configured else ()):
         new, characters = (np.load(folder / f"{name}.npy") for name in ("documents", "characters"))
         if corpus.deduplicate:
             new, first = np.unique(new, return_index=True)
@@ -193,16 +202,16 @@ def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
         enough = (sizes.cumsum(0) >= LEAST).all(1)
         if enough.any():
             last = hashes[enough.argmax()]
-            if last < share:
-                return share  # the first pieces of a large corpus are enough to know
-            # whatever the other pieces hold, the limit is not above `last`
+            if last < configured:
+                return configured  # for a large corpus the first chunks suffice to decide
+            # whatever the other chunks hold, the limit will not exceed `last`
             end = np.searchsorted(hashes, last, side="right")
             hashes, sizes = hashes[:end], sizes[:end]
     if not len(hashes):
-        return share
+        return configured
     too_much = (5 * sizes.cumsum(0) > total).any(1)
     least = hashes[too_much.argmax()] if too_much.any() else int(hashes[-1]) + 1
-    return max(share, int(least))
+    return max(configured, int(least))
 
 
 # ---------------------------------------------------------------------------------- weights
@@ -210,7 +219,7 @@ def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
 
 @dataclass
 class HashQuota:
-    """The documents with the lowest hashes: all below `limit`, and `ties` of those equal to it."""
+    """Takes the documents with the lowest hashes: all below `limit`, and `ties` equal to it."""
 
     limit: int = 0
     ties: int = 0
@@ -222,23 +231,29 @@ class HashQuota:
         return number < self.limit
 
 
-def lowest(pieces: list[np.ndarray], n: int) -> list[HashQuota]:
-    """The `n` lowest of all hashes, as a share for each piece; equal ones go in order of pieces."""
-    hashes = np.sort(np.concatenate(pieces))
+def lowest(chunks: list[np.ndarray], n: int) -> list[HashQuota]:
+    """Take the `n` lowest hashes of all chunks, as one quota per chunk.
+
+    Among equal hashes those of earlier chunks are taken first.
+    """
+    hashes = np.sort(np.concatenate(chunks))
     if n == len(hashes):
-        return [HashQuota(ALL) for _ in pieces]
-    limit, shares = hashes[n], []
+        return [HashQuota(ALL) for _ in chunks]
+    limit, quotas = hashes[n], []
     rest = n - int(np.searchsorted(hashes, limit))
-    for piece in pieces:
-        ties = min(rest, int(np.count_nonzero(piece == limit)))
-        shares.append(HashQuota(int(limit), ties))
+    for chunk in chunks:
+        ties = min(rest, int(np.count_nonzero(chunk == limit)))
+        quotas.append(HashQuota(int(limit), ties))
         rest -= ties
-    return shares
+    return quotas
 
 
 def share_pieces(documents: list[np.ndarray], weight: float, limit: int) -> list[list[HashQuota]]:
-    """For each piece of a source the [training, held-out] documents that are taken once more than
-    floor(weight), from the hashes of its documents, of which those below `limit` are held out."""
+    """Choose the documents of a source that get one copy more than floor(weight).
+
+    documents: hashes of the documents of each chunk. limit: those with a lower hash are held out.
+    Returns the [training, held-out] quotas of each chunk.
+    """
     parts = ([between(d, limit, ALL) for d in documents], [between(d, 0, limit) for d in documents])
     both = []
     for part in parts:
@@ -247,22 +262,22 @@ def share_pieces(documents: list[np.ndarray], weight: float, limit: int) -> list
     return [list(pair) for pair in zip(*both, strict=True)]
 
 
-# ---------------------------------------------------------------------------------- a piece
+# ---------------------------------------------------------------------------------- one chunk
 
 
 @dataclass
 class Selection:
-    """What is taken of a piece; made by `select`, to be sent to the worker that scans it."""
+    """The documents and copies to take from one chunk; `select` makes it for the worker."""
 
     weight: float = 1.0
-    limit: int = 0  # a document whose hash is below it is held out
-    shares: list[HashQuota] | None = None  # of training and held-out documents, for broken weights
-    hashes: Path | None = None  # folder of the piece's hashes
-    earlier: Path | None = None  # folder of those in earlier pieces, where duplicates go
-    number: int = 0  # of the piece
+    limit: int = 0  # documents with a lower hash are held out
+    quotas: list[HashQuota] | None = None  # [training, held-out], for fractional weights
+    hashes: Path | None = None  # folder that `hash_chunk` wrote for this chunk
+    earlier: Path | None = None  # folder that `find_earlier` wrote, if duplicates are dropped
+    number: int = 0  # index of the chunk
 
     def open(self) -> None:
-        """Read the hashes that occur before, and those that the piece repeats itself."""
+        """Load the hashes that earlier chunks have, and those that occur twice in this chunk."""
         self.seen, self.repeated = {}, {}
         for kind in KINDS if self.earlier else ():
             own = np.load(self.hashes / f"{kind}.npy", mmap_mode="r")
@@ -277,8 +292,11 @@ class Selection:
         return False
 
     def take(self, document: str, number: int, held_out: bool, rejects: Rejects) -> tuple[str, int]:
-        """What is left of a document, whose `text_hash` is `number`, without duplicates, and how
-        often to take it."""
+        """Drop the duplicate paragraphs of a document, and decide how many copies to take.
+
+        number: `text_hash` of the document.
+        Returns the remaining text and the number of copies; ("", 0) for a duplicate.
+        """
         if self.earlier:
             if self.is_duplicate("documents", number):
                 rejects.add("duplicate")
@@ -289,8 +307,8 @@ class Selection:
         copies = math.floor(self.weight)
         if held_out:
             copies = min(1, copies)
-        if self.shares and not (held_out and copies):
-            copies += self.shares[held_out].takes(number)
+        if self.quotas and not (held_out and copies):
+            copies += self.quotas[held_out].takes(number)
         if not copies:
             rejects.add("not sampled")
         return document, copies
@@ -319,14 +337,18 @@ class Selection:
 
 
 def select(
-    corpus: CorpusConfig, pieces: list[FileChunk], hashed: list[Path], earlier: Path
+    corpus: CorpusConfig, chunks: list[FileChunk], hashed: list[Path], earlier: Path
 ) -> list[Selection]:
-    """What to take of each piece, from the hashes in `hashed` and what `find_earlier` wrote."""
-    sources, is_needed = corpus.each_source(), needs_selection(corpus, pieces)
+    """Decide what to take from each chunk.
+
+    hashed: folders that `hash_chunk` wrote. earlier: folder that `find_earlier` wrote. Neither is
+    read unless `needs_selection`.
+    """
+    sources, is_needed = corpus.each_source(), needs_selection(corpus, chunks)
     limit = (
         find_limit(corpus, hashed, earlier) if is_needed else share_limit(corpus.held_out_fraction)
     )
-    chosen = [Selection(sources[piece.source].weight, limit) for piece in pieces]
+    chosen = [Selection(sources[chunk.source].weight, limit) for chunk in chunks]
     if not is_needed:
         return chosen
     for i, selection in enumerate(chosen):
@@ -335,14 +357,14 @@ def select(
             selection.earlier, selection.number = earlier, i
     for number, source in enumerate(sources):
         if source.weight % 1:
-            own = [i for i, piece in enumerate(pieces) if piece.source == number]
+            own = [i for i, chunk in enumerate(chunks) if chunk.source == number]
             documents = []
             for i in own:
                 hashes = np.load(hashed[i] / "documents.npy")
                 if corpus.deduplicate:
                     hashes = np.setdiff1d(hashes, read_earlier(earlier, i, "documents"))
                 documents.append(hashes)
-            shares = share_pieces(documents, source.weight, limit)
-            for i, share in zip(own, shares, strict=True):
-                chosen[i].shares = share
+            quotas = share_pieces(documents, source.weight, limit)
+            for i, quota in zip(own, quotas, strict=True):
+                chosen[i].quotas = quota
     return chosen

@@ -1,1 +1,1 @@
-"""What is in a store and its pairs, as figures, checks and a page; nothing else imports it."""
+"""Report what is in a token store and its pairs, as figures, checks and an HTML page."""

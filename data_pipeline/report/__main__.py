@@ -1,4 +1,4 @@
-"""`python -m data_pipeline.report CONFIG [key=value ...]`."""
+"""Write the data report: `python -m data_pipeline.report CONFIG [key=value ...]`."""
 
 from data_pipeline.common.errors import run_command
 from data_pipeline.report.page import main

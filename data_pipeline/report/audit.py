@@ -1,8 +1,8 @@
-"""Beside the journey, after the batches: the **audit**, what a run will train on in figures.
+"""Audit what a run will train on: measure text, vocabulary, pairs and masks, and check the figures.
 
-Its measures are functions of pairs and token arrays and know nothing of the rule that drew them, so
-that tests hold other rules against them. Where a corpus is large they work on samples: the order of
-training is random, so its first pairs are one.
+The measures take pairs and token arrays and do not depend on the rule that drew them, so that tests
+can apply them to other rules. On a large corpus they use the first pairs of the epoch, which are a
+random sample because the order of training is random.
 """
 
 import math
@@ -19,16 +19,16 @@ from data_pipeline.sampling.masking import LONGEST_SPAN
 from data_pipeline.sampling.pairs import PAIR
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 
-PAIRS, SEQUENCES = 200_000, 50_000  # at most, for what is measured on pairs and on masks
-MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # at most, of those sequences; of documents and sentences
-BLOCK = 4096  # pairs that are looked at together
-LONG = 6  # pieces: words of as many or more are counted together
+PAIRS, SEQUENCES = 200_000, 50_000  # most pairs to measure, and most sequences to measure masks on
+MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # most tokens of those sequences; most lengths to sample
+BLOCK = 4096  # pairs to process at once
+LONG = 6  # words of this many pieces or more are counted together
 EXAMPLES = 12
-CHINESE = "[\u2e80-\u9fff\uff00-\uff65]"  # characters and marks that are written without spaces
+CHINESE = "[\u2e80-\u9fff\uff00-\uff65]"  # characters and punctuation written without spaces
 
 
 def histogram(values: np.ndarray, *, log: bool = False, bins: int = 32, top: float = 0) -> dict:
-    """Counts of values between edges: of equal width up to `top`, or two an octave."""
+    """Count values in bins of equal width up to `top`, or with `log` in two bins per octave."""
     top = top or values.max(initial=2)
     if log:
         edges = np.unique(np.rint(2 ** (np.arange(2 * math.log2(top) + 2) / 2)))
@@ -41,7 +41,7 @@ def histogram(values: np.ndarray, *, log: bool = False, bins: int = 32, top: flo
 
 
 def decode(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
-    """Tokens as text: continuations joined to what they continue, Chinese without spaces."""
+    """Turn tokens into text: joins `##` pieces to their words, and Chinese without spaces."""
     text = " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
     return re.sub(f"(?<={CHINESE}) (?={CHINESE})", "", text)
 
@@ -50,8 +50,7 @@ def decode(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
 
 
 def audit_corpus(store: TokenStore) -> dict:
-    """Lengths of documents and sentences, and the longest documents: tokens, sentences, share of
-    all, and how they begin."""
+    """Measure the lengths of documents and sentences, and describe the longest documents."""
     starts = store.sentence_offsets[store.document_offsets]
     sizes, sentences = np.diff(starts), np.diff(store.document_offsets)
     longest = np.argsort(-sizes, kind="stable")[:10].tolist()
@@ -80,7 +79,7 @@ def audit_corpus(store: TokenStore) -> dict:
 
 
 def audit_vocabulary(store: TokenStore) -> dict:
-    """How well the vocabulary serves the text: shares of its tokens, and their unigram entropy in
+    """Measure how well the vocabulary fits the text, and the unigram entropy of its tokens in
     nats."""
     vocabulary, counts = store.vocabulary, store.token_counts()
     bare = [piece.removeprefix("##") for piece in vocabulary.pieces]
@@ -101,11 +100,11 @@ def audit_vocabulary(store: TokenStore) -> dict:
 
 
 def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarray]) -> dict:
-    """Labels and lengths of a `PAIR` array, and what lengths alone tell about labels.
+    """Measure the labels and lengths of a `PAIR` array, and how well lengths predict the labels.
 
-    `document_of` gives the document of each token position. The classifiers are fitted on the pairs
-    whose A is from one half of the documents and tested on the others; `balanced` gives both labels
-    equal weight, so that it is 0.5 for what tells nothing, whatever the majority.
+    document_of: returns the document of each token position.
+    The baselines are fitted on the pairs whose A is from one half of the documents and tested on
+    the others (see `accuracy`).
     """
     label = pairs["label"].astype(bool)
     a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
@@ -132,7 +131,10 @@ def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarra
 def audit_overlap(
     store: TokenStore, pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarray]
 ) -> dict:
-    """What shared words tell about labels: not a leak, but what a model has to beat."""
+    """Measure how well words shared by A and B predict the labels.
+
+    This is not a leak, since shared words are part of the meaning, but a baseline to beat.
+    """
     shared = np.empty(len(pairs))
     for first in range(0, len(pairs), BLOCK):
         part = pairs[first : first + BLOCK]
@@ -149,7 +151,10 @@ def audit_overlap(
 
 
 def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(a hash of each word of segment `name` of the pairs uint64, the number of its pair int64)."""
+    """Hash the words of segment `name` (a or b) of each pair.
+
+    Returns uint64 (words,), the hashes, and int64 (words,), the index of each word's pair.
+    """
     starts, ends = pairs[f"{name}_start"], pairs[f"{name}_end"]
     places = ranges(starts, ends)
     tokens, begins = store.take(places), store.starts_word(places)
@@ -161,8 +166,11 @@ def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndar
 
 
 def audit_coverage(pairs: np.ndarray, sentence_offsets: np.ndarray) -> dict:
-    """Which tokens the pairs of an epoch use: in any pair, in several; and of the others, those cut
-    off in the middle of a sentence, and those of whole sentences. Counts of tokens."""
+    """Count the tokens of a corpus that the pairs of an epoch use, use again, or leave out.
+
+    Tokens left out are counted apart if they were cut off from a sentence of which other tokens are
+    used (`cut`), or belong to whole sentences that are not used (`left_out`).
+    """
     spans = np.concatenate(
         [np.stack([pairs[f"{x}_start"], pairs[f"{x}_end"]], 1) for x in "ab"], dtype=np.int64
     )
@@ -188,7 +196,7 @@ def audit_coverage(pairs: np.ndarray, sentence_offsets: np.ndarray) -> dict:
 
 
 def audit_boundaries(store: TokenStore, pairs: np.ndarray) -> int:
-    """How many segments start or end inside a word."""
+    """Count the segment boundaries that are inside a word."""
     edges = np.concatenate([pairs[name] for name in PAIR.names[:4]])
     edges = edges[(edges > 0) & (edges < len(store))]
     return int((~store.starts_word(edges)).sum())
@@ -200,8 +208,10 @@ def audit_boundaries(store: TokenStore, pairs: np.ndarray) -> int:
 def read_sequences(
     store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """What training sees of the pairs, as `audit_masks` wants it, and the segment (0: A, 1: B) of
-    each token."""
+    """Build the sequences of pairs as training does: the array arguments of `audit_masks`.
+
+    Returns them in order, and then the segment (0: A, 1: B) of each token.
+    """
     parts = []
     for first in range(0, len(pairs), BLOCK // 8):
         part = pairs[first : first + BLOCK // 8]
@@ -230,10 +240,12 @@ def audit_masks(
     sequence: np.ndarray,
     vocabulary: Vocabulary,
 ) -> dict:
-    """How much is masked, of which words, and what stands in its place.
+    """Measure how many tokens are masked, in which words, and what they are replaced by.
 
-    Arrays (T,) over the tokens of all sequences, special ones left out: the token, what the model
-    sees, whether it is to be predicted, whether a word starts there, the number of its sequence.
+    The arrays (T,) cover the tokens of all sequences except special tokens:
+    original, seen: the token, and the token that the model sees.
+    masked, starts: bool, whether the token has to be predicted, and whether it starts a word.
+    sequence: index of its sequence.
     """
     word = np.cumsum(starts) - 1
     pieces, hidden = np.bincount(word), np.bincount(word, masked)
@@ -272,8 +284,11 @@ def audit_masks(
 def choose_examples(
     store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
 ) -> list[dict]:
-    """The first pairs of each label, decoded: (text, what the model sees, kind) of each word; kind
-    "" if it is not masked."""
+    """Decode the first pairs of each label for display.
+
+    Returns for each the label and, for segments A and B, (text, what the model sees, kind) of each
+    word; kind is mask, random or kept, and "" if the word is not masked.
+    """
     each = EXAMPLES // 2 if data.objective != "none" else EXAMPLES
     first = [np.flatnonzero(pairs["label"] == label)[:each] for label in (0, 1)]
     chosen = np.sort(np.concatenate(first))
@@ -298,22 +313,25 @@ def choose_examples(
 
 
 def percent(share: float) -> str:
-    """A share (0 to 1) as a reader wants it."""
+    """Format a fraction (0 to 1) as a percentage."""
     return f"{100 * share:.2f} %"
 
 
 def pieces_name(pieces: int) -> str:
-    """The words of so many pieces, as the audit counts them."""
+    """Name the class of words with so many pieces, as the audit counts them."""
     return {1: "1 piece", LONG: f"{LONG} pieces or more"}.get(pieces, f"{pieces} pieces")
 
 
 def check_results(result: dict) -> list[dict]:
-    """What the pairs and masks are to hold: name, what was found, what was wanted, whether it
-    holds. What is drawn may be off by three standard errors of the sample besides."""
+    """Check the figures of pairs and masks against their targets.
+
+    Returns for each check its name, what was found, what was wanted, and whether it holds. Figures
+    that depend on random draws may also be off by three standard errors of their sample.
+    """
     settings, coverage, masks = result["settings"], result["coverage"], result["masks"]
     objective, bound = settings["objective"], settings["max_predictions_per_seq"]
     prob, checks = settings["masked_lm_prob"], []
-    together = LONGEST_SPAN if settings["masking"] == "span" else 1  # words of one draw, at most
+    together = LONGEST_SPAN if settings["masking"] == "span" else 1  # most words per draw
 
     def check(name: str, found: str, wanted: str, holds: bool) -> None:
         checks.append({"name": name, "found": found, "wanted": wanted, "holds": bool(holds)})
@@ -367,8 +385,10 @@ def check_results(result: dict) -> list[dict]:
 def audit_rule(
     store: TokenStore, epoch: np.ndarray, sequences: Sequence[np.ndarray], data: PairsConfig
 ) -> dict:
-    """What holds for the pairs of an epoch, in random order, and for sequences as `audit_masks`
-    wants them; both by any rule."""
+    """Audit the pairs of an epoch and some of its sequences, drawn by any rule.
+
+    epoch: `PAIR` array, in random order. sequences: the array arguments of `audit_masks`.
+    """
     starts = store.sentence_offsets[store.document_offsets]
     pairs = epoch[:PAIRS]
 
@@ -394,7 +414,7 @@ def audit_rule(
 
 
 def audit_store(store: TokenStore, data: PairsConfig, seed: int) -> dict:
-    """The store, and the first epoch that a run with these settings draws from it."""
+    """Audit a store, and the first epoch that a run with these settings draws from it."""
     source = BatchSource(store, data, seed)
     pairs, streams = source.examples(0, min(PAIRS, source.epoch_size(0)))
     n = min(SEQUENCES, MASK_TOKENS // data.max_seq_length)

@@ -1,6 +1,6 @@
-"""Beside the journey, after the audit: the **report**, a page that shows what a run will train on.
+"""Write the data report: a page that shows what a run will train on.
 
-`python -m data_pipeline.report.page CONFIG [key=value ...]` writes `data_dir/report.html` and
+`python -m data_pipeline.report CONFIG [key=value ...]` writes `data_dir/report.html` and
 `data_dir/report.json`.
 """
 
@@ -48,7 +48,10 @@ rt {font-size: .7em; color: #374151; padding-bottom: 3px}
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """An HTML table; columns of figures after the first are set right; only spans are markup."""
+    """Render an HTML table, with columns of figures after the first aligned right.
+
+    Escapes the cells, except those that are a `<span>`.
+    """
     texts = [[f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in rows]
     right = [
         i > 0 and all(FIGURE.fullmatch(re.sub("<.*?>", "", text)) for text in column)
@@ -73,8 +76,11 @@ def chart(
     series: dict[str, list[float]],
     line: float | None = None,
 ) -> str:
-    """An SVG of shares (0 to 1) in bins: the first series as an area, others as lines, and a dashed
-    one at height `line`; `ticks` are (place in bins, text)."""
+    """Draw fractions (0 to 1) in bins as an SVG figure.
+
+    The first series is an area, others are lines.
+    ticks: (position in bins, text) of each tick. line: height of a dashed line.
+    """
     left, right, top, bottom = 40, 318, 10, 150
     bins = max(len(values) for values in series.values())
     highest = 1.1 * max([line or 0, *(max(values) for values in series.values())]) or 1
@@ -112,7 +118,7 @@ def chart(
 
 
 def histogram_chart(title: str, unit: str, *histograms: dict, names: tuple = ("",)) -> str:
-    """A chart of one histogram, or of one for each of `names`."""
+    """Draw a histogram, or several in one chart, one for each of `names`."""
     edges = histograms[0]["edges"]
     ticks = []
     for i in range(0, len(edges), max(1, round((len(edges) - 1) / (4 if edges[-1] <= 1 else 6)))):
@@ -123,7 +129,7 @@ def histogram_chart(title: str, unit: str, *histograms: dict, names: tuple = (""
 
 
 def charts(*figures: str) -> str:
-    """Charts beside each other."""
+    """Place charts side by side."""
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
@@ -131,7 +137,7 @@ def charts(*figures: str) -> str:
 
 
 def render_sources(sources: list[dict]) -> str:
-    """What was read of each source, and what became of it; the first stores did not say."""
+    """Render a table of what was read from each source; "" for old stores without sources."""
     if not sources:
         return ""
     sizes = ("bytes", "documents", "sentences", "words", "tokens")
@@ -240,8 +246,10 @@ def render_masks(result: dict) -> str:
 
 
 def render_words(words: list[tuple[str, str, str]]) -> str:
-    """Words with spaces between, but for Chinese ones and continuations; a masked one in its colour
-    under what was there."""
+    """Render the words of a segment; a masked word is coloured, with the original word above it.
+
+    Puts spaces between words except between Chinese characters and before continuations.
+    """
     parts, before = [], ""
     for text, shown, kind in words:
         chinese = re.fullmatch(CHINESE * 2, before[-1:] + text[0])
@@ -273,7 +281,10 @@ def render_examples(result: dict) -> str:
 
 
 def render_checks(result: dict) -> str:
-    """A line a check; `beside` in `result`, name of another rule -> its checks, has columns too."""
+    """Render a table with a row per check.
+
+    `result["beside"]`, if present, maps names of other rules to their checks; each gets a column.
+    """
     marks = {True: '<span class="good">✓ holds</span>', False: '<span class="bad">✗ fails</span>'}
     others = result.get("beside", {})
     found = {
@@ -293,7 +304,7 @@ def render_checks(result: dict) -> str:
 
 
 def render_page(result: dict) -> str:
-    """The report as one HTML page that loads nothing."""
+    """Render the report as one HTML page that loads no other files."""
     bad = sum(not check["holds"] for check in result["checks"])
     verdict = f"{bad} of {len(result['checks'])} checks do not hold" if bad else "All checks hold"
     settings = ", ".join(
@@ -321,7 +332,7 @@ def render_page(result: dict) -> str:
 
 
 def measure(config: DataConfig) -> dict:
-    """All that the report says; raises `UserError` if `data_dir` is not prepared."""
+    """Measure everything in the report; raises `UserError` if `data_dir` is not prepared."""
     folder = Path(config.data_dir)
     store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
     print(f"drawing the pairs of an epoch from {len(store):,} tokens")
@@ -346,7 +357,7 @@ def check_held_out(manifest: dict) -> list[dict]:
 
 
 def write_report(result: dict) -> None:
-    """Write what was measured to `report.json` and `report.html` in its `data_dir`."""
+    """Write the result of `measure` to `report.json` and `report.html` in its `data_dir`."""
     folder = Path(result["data_dir"])
     for name, text in (
         ("report.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n"),

@@ -1,1 +1,1 @@
-"""token store -> pairs -> masks -> batches: all that training needs of the data."""
+"""Draw the training data of a run from a token store: sentence pairs, masks, batches."""

@@ -1,27 +1,34 @@
-"""What needs no model: how well the label of a pair is guessed from a few numbers, such as lengths.
+"""Guess the label of a pair from a few numbers, such as its lengths, without a model.
 
-The evaluation shows it beside the model's accuracy, the report holds it against chance.
+The evaluation shows this accuracy beside the model's, and the data report compares it with chance:
+a sampler whose labels show in the lengths would teach the model nothing else.
 """
 
 import numpy as np
 
 
 def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The integers of all [start, end), one range after another."""
+    """List the integers of all ranges [start, end), one range after another: int64."""
     sizes = ends - starts
     return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
 
 
 def half_of(document: np.ndarray) -> np.ndarray:
-    """Whether each is of the half that classifiers are fitted on: of every second document, or, in
-    a single one, every second."""
+    """Select the half of the pairs that a baseline is fitted on, from their documents: bool (n,).
+
+    Takes every second document, or every second pair where all are from one document.
+    """
     names, number = np.unique(document, return_inverse=True)
     return (number if len(names) > 1 else np.arange(len(document))) % 2 == 0
 
 
 def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> dict:
-    """Accuracies on `~fit` of the best guess for each cell of a table of the features' quantiles,
-    with some 100 pairs of `fit` a cell: as it is, and with both labels at equal weight."""
+    """Measure how well a table over the features' quantiles predicts the labels.
+
+    The table has about 100 pairs of `fit` in each cell and predicts a cell's most frequent label.
+    Returns its accuracy on the pairs not in `fit`: `accuracy` over all of them, and `balanced`, the
+    mean of the accuracies on each label, which is 0.5 for features that tell nothing.
+    """
     n = int(np.clip((fit.sum() / 100) ** (1 / len(features)), 2, 32))
     cell = np.zeros(len(label), np.int64)
     for values in features:
@@ -31,7 +38,7 @@ def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> 
     following, random = (
         np.bincount(cell[x], minlength=cell.max() + 1) for x in (is_next, is_random)
     )
-    even = is_next.sum() / max(is_random.sum(), 1)  # what a random pair weighs then
+    even = is_next.sum() / max(is_random.sum(), 1)  # weight of a random pair, for equal labels
     right, right_even = ((w * random > following)[cell] == label for w in (1, even))
     each = [right_even[~fit & (label == x)] for x in (False, True)]
     return {

@@ -1,9 +1,21 @@
-"""masks -> **batches** -> model: (seed, step, rank) -> tensors.
+"""Build the batches of a run: (seed, step, rank) -> tensors.
 
-Example i of epoch e is a pure function of (seed, e, i), and step k of a run a fixed list of
-examples. So neither workers, ranks nor restarts can change the data, there is no loader state to
-save, and a run goes on by asking for step k. A corpus too large to plan at once is drawn part by
-part. Sequences lie end to end in a batch, nothing is padded.
+Example i of epoch e is a pure function of (seed, e, i), and step k is a fixed list of examples:
+
+    epochs of 10 examples, global batch of 4 sequences, 2 ranks; step 3 on rank 1:
+
+    step 3     takes examples 12 13 14 15 of the run      3 * 4 + (0, 1, 2, 3)
+    rank 1     takes                14 15                 the second half
+    epoch 1    calls them            4  5                 14 - 10, 15 - 10
+
+    example 4 of epoch 1 = pair 4 of draw_pairs(..., seed, epoch=1), with masks from draw 4 of
+    derive_stream(seed, 1, Stream.MASKS)
+
+Nothing in this depends on the batches before it. So workers, ranks and restarts cannot change the
+data, there is no loader state to save, and a resumed run just asks for step k.
+
+The pairs of an epoch are drawn in one go, or in several epoch parts where the corpus is too large
+for that. A batch holds its sequences end to end, without padding.
 """
 
 import queue
@@ -28,25 +40,25 @@ from data_pipeline.sampling.pairs import (
 )
 from data_pipeline.sampling.token_store import StoreView, TokenStore, count_parts
 
-BLOCK_TOKENS = 1 << 16  # that are built at once
+BLOCK_TOKENS = 1 << 16  # small batches are built together, up to this many tokens
 
 
 @dataclass
 class Batch:
-    """B sequences of T tokens in all, M of them to predict; int64 tensors."""
+    """B sequences with T tokens in total and M masked positions; all tensors are int64."""
 
     input_ids: torch.Tensor  # (T,)
     token_type_ids: torch.Tensor  # (T,) 0 in [CLS] A [SEP], 1 in B [SEP]
-    position_ids: torch.Tensor  # (T,) place in the sequence
-    sequence_ids: torch.Tensor  # (T,) number of the sequence
-    cu_seqlens: torch.Tensor  # (B + 1,) where each sequence starts, and the end
-    masked_positions: torch.Tensor  # (M,) ascending, into the T tokens
-    masked_labels: torch.Tensor  # (M,) the tokens that were there
+    position_ids: torch.Tensor  # (T,) position in the sequence
+    sequence_ids: torch.Tensor  # (T,) index of the sequence in the batch
+    cu_seqlens: torch.Tensor  # (B + 1,) start of each sequence, and T
+    masked_positions: torch.Tensor  # (M,) ascending, indices into the T tokens
+    masked_labels: torch.Tensor  # (M,) the original tokens at these positions
     next_sentence_label: torch.Tensor  # (B,) 0 IsNext, 1 random
-    max_length: int  # of the longest sequence
+    max_length: int  # tokens of the longest sequence
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`, copied without waiting where memory is pinned."""
+        """Copy the batch to `device`, asynchronously from pinned memory; a no-op on the CPU."""
         if device.type == "cpu":
             return self
         values = (getattr(self, item.name) for item in fields(self))
@@ -57,8 +69,9 @@ class Batch:
             )
         )
 
-    def part(self, first: int, last: int) -> "Batch":
-        """Sequences [first, last) as a batch of their own; shares memory with this one."""
+    def slice(self, first: int, last: int) -> "Batch":
+        """Return sequences [first, last) as a batch that shares memory with this one where it
+        can."""
         cu_seqlens = self.cu_seqlens[first : last + 1]
         start, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
         tokens = slice(start, end)
@@ -76,8 +89,11 @@ class Batch:
         )
 
     def padded(self, pad_id: int = 0) -> dict[str, torch.Tensor]:
-        """The batch as transformers wants it: (B, S) ids, types, attention_mask and labels (-100:
-        none)."""
+        """Pad the batch to the tensors that transformers expects.
+
+        Returns input_ids, token_type_ids, attention_mask and labels (B, max_length), and
+        next_sentence_label (B,). Labels are -100 where nothing is predicted.
+        """
         shape = (len(self.next_sentence_label), self.max_length)
         where = (self.sequence_ids, self.position_ids)
         labels = torch.full_like(self.input_ids, -100)
@@ -96,21 +112,24 @@ class Batch:
 
 
 class BatchSource:
-    """The batches of a run over one split of a store, by step and rank."""
+    """Build the batches of a run from one split of a token store, for any step and rank."""
 
     def __init__(
         self, store: TokenStore, data: PairsConfig, seed: int, part_sizes: list[int] | None = None
     ):
         self.store, self.data, self.seed = store, data, seed
-        self.n_parts = count_parts(len(store))  # of an epoch
+        self.n_parts = count_parts(len(store))  # epoch parts in each epoch
         self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
         self.segments = cut_segments(store, self.max_tokens) if self.n_parts == 1 else None
-        self.part_sizes = list(part_sizes or [])  # examples of each part drawn so far: a cache
+        self.part_sizes = list(part_sizes or [])  # a cache: examples in each part drawn so far
         self.parts: dict[int, np.ndarray] = {}  # at most two: a step may end one and begin the next
-        self.built: tuple = (None, None)  # what `step` built last: (for whom and when, batch)
+        self.built: tuple = (None, None)  # the last batch that `step` built: (its key, batch)
 
-    def part(self, number: int) -> np.ndarray:
-        """The pairs of a part of an epoch, in order; parts are numbered on from epoch to epoch."""
+    def epoch_part(self, number: int) -> np.ndarray:
+        """Return the pairs of an epoch part in the order of training, as a `PAIR` array.
+
+        Parts are numbered through the run: epoch e has the parts `parts_of(e)`.
+        """
         if number not in self.parts:
             for old in [n for n in self.parts if n < number - 1 or n > number]:
                 del self.parts[old]
@@ -143,12 +162,12 @@ class BatchSource:
 
     def part_size(self, number: int) -> int:
         while len(self.part_sizes) <= number:
-            self.part_sizes.append(len(self.part(len(self.part_sizes))))
+            self.part_sizes.append(len(self.epoch_part(len(self.part_sizes))))
         return self.part_sizes[number]
 
     def pairs(self, epoch: int) -> np.ndarray:
-        """The pairs of an epoch, in order."""
-        parts = [self.part(n) for n in self.parts_of(epoch)]
+        """Return the pairs of an epoch in the order of training, as a `PAIR` array."""
+        parts = [self.epoch_part(n) for n in self.parts_of(epoch)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def epoch_size(self, epoch: int) -> int:
@@ -158,15 +177,17 @@ class BatchSource:
         return range(epoch * self.n_parts, (epoch + 1) * self.n_parts)
 
     def examples(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Examples [start, start + count) of the endless run: (pairs, random stream of each
-        uint64)."""
+        """Return examples [start, start + count) of a run without end, which may cross epochs.
+
+        Returns their pairs, a `PAIR` array, and the random stream of each, uint64 (count,).
+        """
         number = 0
         while start >= self.part_size(number):
             start -= self.part_size(number)
             number += 1
         parts, streams = [], []
         while count > 0:
-            part = self.part(number)[start : start + count]
+            part = self.epoch_part(number)[start : start + count]
             parts.append(part)
             streams.append(
                 random_u64(
@@ -179,45 +200,46 @@ class BatchSource:
         return np.concatenate(parts), np.concatenate(streams)
 
     def batch(self, start: int, count: int) -> Batch:
-        """The batch of examples [start, start + count)."""
+        """Build the batch of examples [start, start + count) of the run."""
         return build_batch(self.store, self.data, *self.examples(start, count))
 
     def step(
         self, step: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
     ) -> list[Batch]:
-        """The micro-batches of one rank in one step, neighbours in the global batch.
+        """Build the micro-batches of one rank in one step, consecutive slices of the global batch.
 
-        The global batch is cut evenly among ranks, and a rank's share evenly among `count_passes`.
-        Small batches are built for several steps at once: most of their time is calls of numpy.
+        The global batch is divided evenly among the ranks, and the sequences of a rank evenly among
+        its `count_passes` micro-batches. Small batches are built for several steps at once, because
+        most of their cost is the overhead of numpy calls.
         """
         edges = cut_evenly(global_batch_size, world_size)
-        offset, share = edges[rank], edges[rank + 1] - edges[rank]
-        together = max(1, BLOCK_TOKENS // (share * self.data.max_seq_length))
-        asked = (step // together, global_batch_size, share, rank)
-        if self.built[0] != asked:
-            steps = range(asked[0] * together, (asked[0] + 1) * together)
-            parts = [self.examples(k * global_batch_size + offset, share) for k in steps]
+        offset, size = edges[rank], edges[rank + 1] - edges[rank]
+        together = max(1, BLOCK_TOKENS // (size * self.data.max_seq_length))
+        key = (step // together, global_batch_size, size, rank)
+        if self.built[0] != key:
+            steps = range(key[0] * together, (key[0] + 1) * together)
+            parts = [self.examples(k * global_batch_size + offset, size) for k in steps]
             pairs, streams = map(np.concatenate, zip(*parts, strict=True))
-            self.built = asked, build_batch(self.store, self.data, pairs, streams)
-        first = step % together * share
+            self.built = key, build_batch(self.store, self.data, pairs, streams)
+        first = step % together * size
         passes = count_passes(global_batch_size, micro_batch_size, world_size)
         return [
-            self.built[1].part(first + start, first + end)
-            for start, end in pairwise(cut_evenly(share, passes))
+            self.built[1].slice(first + start, first + end)
+            for start, end in pairwise(cut_evenly(size, passes))
         ]
 
 
 def cut_evenly(n: int, parts: int) -> list[int]:
-    """The edges of `parts` runs of `n` items, whose sizes differ by one at most."""
+    """Divide `n` items into `parts` ranges whose sizes differ by at most one; their edges."""
     return [n * i // parts for i in range(parts + 1)]
 
 
 def count_passes(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Passes that each process makes in a step, none of more than `micro_batch_size` sequences.
+    """Count the micro-batches of a rank in one step, each of at most `micro_batch_size` sequences.
 
-    The same for all processes, which have to meet in each pass. One sequence more than allowed is
-    taken where a process would else have a pass of none. Raises `UserError` if there are more
-    processes than sequences.
+    Raises `UserError` if there are more ranks than sequences. The count is the same on all ranks,
+    because they communicate in each pass. A micro-batch may exceed `micro_batch_size` by one
+    sequence where a rank would otherwise have an empty one.
     """
     check(
         global_batch_size >= world_size,
@@ -231,8 +253,11 @@ def count_passes(global_batch_size: int, micro_batch_size: int, world_size: int)
 def build_batch(
     store: TokenStore, data: PairsConfig, pairs: np.ndarray, streams: np.ndarray
 ) -> Batch:
-    """[CLS] A [SEP] B [SEP] of each pair, end to end, with masks drawn from the stream of each
-    (uint64)."""
+    """Build a batch from pairs: [CLS] A [SEP] B [SEP] of each, end to end, with masks applied.
+
+    pairs: `PAIR` array (B,), positions in `store`.
+    streams: uint64 (B,), random stream of each pair, from which its masks are drawn.
+    """
     vocabulary, specials = store.vocabulary, SPECIALS[data.objective]
     n = len(pairs)
     starts = np.stack([pairs["a_start"], pairs["b_start"]], 1)
@@ -243,25 +268,25 @@ def build_batch(
     cu_seqlens, total = edges[::2].copy(), int(edges[-1])
     lengths = np.diff(cu_seqlens)
 
-    # tokens: slices of the store and special tokens, joined
+    # tokens: join slices of the store and special tokens
     spans = store.spans(starts.ravel(), ends.ravel())
     cls, sep = (store.dtype.type(vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
     runs: list = [sep if specials == 3 else b""] * (5 * n)
     runs[0::5], runs[1::5], runs[2::5], runs[3::5] = [cls] * n, spans[::2], [sep] * n, spans[1::2]
     input_ids = np.frombuffer(b"".join(runs), store.dtype).astype(np.int64)
 
-    # words: runs of tokens that no word starts in; a segment starts one whatever it starts with
+    # words: each runs from one word start to the next; a segment always starts with a word
     is_text = np.ones(total, bool)
     is_text[cu_seqlens[:-1]] = is_text[edges[1:] - 1] = False
     is_start = np.ones(total + 1, bool)
     if data.masking != "token":
-        # where each token is in the store; of special tokens any place will do
+        # position of each token in the store; special tokens get any valid position
         shift = np.stack([starts[:, 0] - cu_seqlens[:-1] - 1, starts[:, 1] - edges[1::2]], 1)
         origins = np.arange(total) + np.repeat(shift.ravel(), parts.ravel())
         is_start[:-1] = store.starts_word(origins.clip(0, len(store) - 1), input_ids) | ~is_text
         is_start[cu_seqlens[:-1] + 1] = is_start[edges[1::2]] = True
     word = np.flatnonzero(is_text & is_start[:-1])
-    if data.masking == "span":  # spans are what words are to the rest
+    if data.masking == "span":  # from here on, treat each span as one masking unit
         is_first = starts_span(np.searchsorted(edges, word, side="right") - 1, streams)
         is_start[word[~is_first]] = False
         word = word[is_first]
@@ -302,8 +327,10 @@ def build_batch(
 
 
 def prefetch(source: Iterator, depth: int = 4) -> Iterator:
-    """The items of `source`, made ahead by a thread; its error is raised where the item would have
-    been."""
+    """Yield the items of `source`, which a thread computes up to `depth` items ahead.
+
+    An error in `source` is raised at the place of the item that it prevented.
+    """
     ready: queue.Queue = queue.Queue(depth)
     stopped = threading.Event()
 

@@ -1,10 +1,10 @@
-"""pairs -> **masks** -> batches: which words of a batch are predicted, and what stands in their
-place.
+"""Choose the words that the model has to predict, and the tokens that it sees in their place.
 
-80 % of the chosen words become [MASK], 10 % random pieces, 10 % stay (Devlin et al. 2018, 3.1), a
-draw a word, so that whole words are hidden whole. The share of masked words does not depend on
-their number of pieces: the usual rule (take words in random order, skip those that exceed the
-budget) masks 16 % of short words and 12 % of long ones.
+80 % of the chosen words become [MASK], 10 % become random tokens and 10 % stay unchanged (Devlin et
+al. 2018, 3.1). There is one draw per word, so a whole word is replaced or kept together.
+
+A word is chosen with the same probability whatever its number of tokens. The usual rule (take words
+in random order, skip those that exceed the budget) masks 16 % of short words and 12 % of long ones.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from data_pipeline.common.streams import random_below, random_u64
 
 HIGH24, LOW20 = np.uint64(0xFFFFFF << 40), np.uint64(0xFFFFF)
-SPAN_P, LONGEST_SPAN = 0.2, 10  # of the geometric distribution of span lengths, in words
+SPAN_P, LONGEST_SPAN = 0.2, 10  # geometric distribution of span lengths, cut off at 10 words
 
 
 def choose_words(
@@ -22,20 +22,38 @@ def choose_words(
     masked_lm_prob: float,
     max_predictions: int | None,
 ) -> np.ndarray:
-    """The words to predict, of all sequences of a batch: ascending numbers, int64.
+    """Select the words to predict in each sequence of a batch.
 
-    `word_sequence` int64 (W,) ascending: sequence of each word; `word_length` int64 (W,) in tokens;
-    `streams` uint64 (B,): the random stream of each sequence. The words of a sequence are laid on a
-    circle in random order, one token a unit, and those are chosen that start on an arc of
-    `masked_lm_prob` of it: each with exactly this probability, and in all that share of the tokens,
-    to within a word. `max_predictions` drops words from the end of the arc.
+    Places a sequence's words on a circle in random order, one unit of arc per token, turns the
+    circle by a random angle, and takes the words that start on the arc [0, `masked_lm_prob` of the
+    circle). An example with `masked_lm_prob` 0.3 and the words A (4 tokens), B (1), C (3), D (2):
+
+        random order D C A B, random turn 7.4
+
+        0             2.4                     6.4   7.4         9.4 10
+        +-------------+-----------------------+-----+-----------+---+
+          end of C      A                       B     D           C
+        ==================)  the arc, 0.3 x 10 = 3 tokens
+
+    Only A starts on the arc and is chosen, with all of its 4 tokens. Because of the turn the start
+    of a word lies anywhere on the circle with equal probability, so that it falls on the arc with
+    probability 3 / 10, exactly and for every word. It follows that 30 % of the tokens are chosen on
+    average, and in each sequence that number to within a word. The usual rule with a budget of 3
+    tokens would never choose A, C one time in three, and B and D two times in three.
+
+    word_sequence: int64 (W,), ascending; sequence index of each word.
+    word_length: int64 (W,), tokens per word.
+    streams: uint64 (B,), random stream of each sequence.
+    max_predictions: most tokens to choose in a sequence; drops words from the end of the arc.
+    Returns int64 (K,), ascending indices of the chosen words.
     """
-    # a row a sequence, a column a word: short rows sort many times faster than all words at once
+    # one row per sequence, one column per word: sorting short rows is many times faster than
+    # sorting all words at once
     first_word = np.searchsorted(word_sequence, np.arange(len(streams) + 1))
     counts = np.diff(first_word)[:, None]
     column = np.arange(counts.max())
     is_word = column < counts
-    # what is sorted: draw (24 bits, all ones where there is no word), column (20) and length (20)
+    # sort key: draw (24 bits, all ones where there is no word), column (20 bits), length (20 bits)
     packed = random_u64(streams[:, None], column + 1) & HIGH24
     packed |= ~is_word * HIGH24
     packed |= column.astype(np.uint64) << np.uint64(20)
@@ -58,19 +76,21 @@ def choose_words(
 
 
 def starts_span(segment: np.ndarray, streams: np.ndarray) -> np.ndarray:
-    """Which words of each segment start a span, when spans are what is masked whole: bool (W,).
+    """Divide segments into spans for span masking: bool (W,), whether each word starts a span.
 
-    `segment` int64 (W,) ascending: segment of each word, 2 i and 2 i + 1 those of sequence i;
-    `streams` uint64 (B,). The segment is laid out in spans of 1 to 10 words, their lengths drawn
-    from a geometric distribution with p = 0.2 (SpanBERT, Joshi et al. 2019, 3.1), so that the spans
-    that `choose_words` takes are of those lengths and none crosses a [SEP].
+    Each segment becomes a row of spans of 1 to 10 words, whose lengths are drawn from a geometric
+    distribution with p = 0.2 (SpanBERT, Joshi et al. 2019, 3.1). `choose_words` then selects among
+    spans as it does among words, so that masked spans have these lengths and none crosses a [SEP].
+
+    segment: int64 (W,), ascending; segment of each word: 2 i is A of sequence i, 2 i + 1 is B.
+    streams: uint64 (B,), random stream of each sequence.
     """
     numbers = np.arange(len(segment))
-    first = np.searchsorted(segment, segment)  # word that each word's segment starts with
+    first = np.searchsorted(segment, segment)  # first word of each word's segment
     counter = (segment % 2 + 1) * (1 << 40) + numbers - first
     draw = random_u64(streams[segment // 2], counter) >> np.uint64(11)
-    share = np.cumsum((1 - SPAN_P) ** np.arange(LONGEST_SPAN))
-    length = 1 + np.searchsorted(share[:-1] / share[-1], draw * 2.0**-53, side="right")
+    weight = np.cumsum((1 - SPAN_P) ** np.arange(LONGEST_SPAN))
+    length = 1 + np.searchsorted(weight[:-1] / weight[-1], draw * 2.0**-53, side="right")
     before = np.cumsum(length) - length
     start = first + before - before[first]
     inside = start < np.searchsorted(segment, segment, side="right")
@@ -88,11 +108,14 @@ def replace_tokens(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> np.ndarray:
-    """What stands in the place of the chosen tokens: int64 (M,).
+    """Draw the tokens that the model sees at the masked positions: int64 (M,).
 
-    `labels` int64 (M,): the tokens themselves; `word` int64 (M,): number of the word of each, in
-    its sequence; `stream` uint64 (M,): of its sequence; `ordinary` int64: the pieces that a random
-    one is drawn from; the shares are of words, and what they leave stays as it is.
+    labels: int64 (M,), the original tokens.
+    word: int64 (M,), index of each token's word in its sequence.
+    stream: uint64 (M,), random stream of each token's sequence.
+    ordinary: int64, the ids that random tokens are drawn from.
+    mask_share, random_share: fractions of words that become [MASK] or random tokens; the rest stay
+    unchanged.
     """
     fate = (random_u64(~stream, word) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     out = np.where(fate < mask_share, mask_id, labels)

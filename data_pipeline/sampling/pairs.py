@@ -1,13 +1,20 @@
-"""token store -> **pairs** -> masks: one epoch of sentence pairs as spans into the store, drawn
-afresh each time.
+"""Draw the sentence pairs of one epoch, as positions in the token store.
 
-What BERT's next-sentence rule means to give, and the published samplers do not: exactly half of the
-pairs are random, a random B never comes from A's document, every token is in one pair, and neither
-label can be told from the lengths. So nothing is drawn that could be drawn twice: documents are cut
-into chunks, chunks into A and B, and for half of the chunks the B's are *exchanged* among chunks of
-other documents whose B's are about as long.
+BERT's next-sentence task is meant to have these properties, and the published samplers miss them:
+exactly half of the pairs are random, a random B never comes from A's document, every token is in
+one pair, and the lengths do not reveal the label. Drawing random B's from the corpus loses all
+four. Here, documents are cut into chunks and chunks into A and B, and then half of the chunks
+exchange their B's with chunks of other documents whose B's are about as long:
 
-Label 0: B follows A (IsNext); 1: it does not, as in BERT and in transformers.
+    document x:  [A1 | B1] [A2 | B2]            pairs   A1 B1   IsNext
+    document y:  [A3 | B3] [A4 | B4]                    A2 B3   random
+                                                        A3 B2   random
+    B2 and B3 are about as long: exchange them          A4 B4   IsNext
+
+An exchange only moves segments around, so every token stays in exactly one pair and the random B's
+are as long as the B's that they replace. `exchange_second_segments` has an example with numbers.
+
+Label 0: B follows A (IsNext); 1: it does not. BERT and transformers number them like this too.
 """
 
 from dataclasses import dataclass
@@ -21,17 +28,17 @@ from data_pipeline.sampling.token_store import StoreView, TokenStore, count_part
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
 LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
 SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
-RUN = 4096  # segments that are cut into chunks one after another
-BUCKET = 4  # chunks with B's of about equal length, half of which exchange them
+RUN = 4096  # most segments to cut into chunks one after another
+BUCKET = 4  # chunks with B's of about equal length; half of them exchange their B's
 
 
 @dataclass
 class Segments:
-    """What chunks are made of: the sentences of a store, those too long for a sequence cut at
-    words.
+    """The units that chunks are made of: sentences, those too long for a sequence cut at words.
 
-    `offsets` int64 (segments + 1,) in tokens; `document` int64 (segments,) of each; `texts` int64
-    (documents,), one number for all copies of a document.
+    offsets: int64 (segments + 1,), token at which each segment starts, and the end.
+    document: int64 (segments,), document of each segment.
+    texts: int64 (documents,), a number for each text: copies of a document share one.
     """
 
     offsets: np.ndarray
@@ -40,10 +47,11 @@ class Segments:
 
 
 def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[np.ndarray]:
-    """The documents of each of `n_parts` parts of the store, as `StoreView` takes them.
+    """Divide the documents of a store at random among the `n_parts` parts of an epoch.
 
-    Runs of documents, hundreds a part, are dealt by chance, so that each part is a sample of the
-    whole. A part is empty only beside a document that is longer than a part.
+    Returns for each part int64 (runs, 2), the runs of documents that `StoreView` takes. A part has
+    hundreds of runs from all over the store, so that it is a sample of the whole. A part can be
+    empty only if some document is longer than a part.
     """
     edges = store.run_edges
     if edges is None or n_parts != count_parts(len(store)):
@@ -57,7 +65,7 @@ def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[n
 
 
 def cut_segments(store: TokenStore | StoreView, max_tokens: int) -> Segments:
-    """The segments of a store: none longer than `max_tokens`, none across two sentences."""
+    """Cut the sentences of a store into segments of at most `max_tokens`, at words."""
     offsets = store.sentence_offsets
     extra = []
     for i in np.flatnonzero(np.diff(offsets) > max_tokens):
@@ -65,7 +73,7 @@ def cut_segments(store: TokenStore | StoreView, max_tokens: int) -> Segments:
         while end - start > max_tokens:
             inner = np.arange(start + 1, start + max_tokens + 1)
             words = inner[store.starts_word(inner)]
-            # only a word longer than a whole sequence is cut inside
+            # a word is cut only if it alone is longer than a sequence
             start = int(words[-1]) if len(words) else start + max_tokens
             extra.append(start)
     offsets = np.sort(np.concatenate([offsets, np.array(extra, np.int64)]))
@@ -75,9 +83,10 @@ def cut_segments(store: TokenStore | StoreView, max_tokens: int) -> Segments:
 
 
 def number_texts(store: TokenStore | StoreView) -> np.ndarray:
-    """A number for each document, the same for copies: int64 (documents,).
+    """Number the documents so that copies of a text share a number: int64 (documents,).
 
-    The copies that a source's weight asks for follow one another in the store.
+    Compares each document with the one before only, because the copies that a source weight above 1
+    makes are neighbours in the store.
     """
     starts = store.sentence_offsets[store.document_offsets]
     n_tokens, n_sentences = np.diff(starts), np.diff(store.document_offsets)
@@ -100,16 +109,15 @@ def draw_pairs(
     seed: int,
     epoch: int,
 ) -> np.ndarray:
-    """The pairs of one epoch in the order of training, as a `PAIR` array; a pure function of its
-    arguments.
+    """Draw the pairs of one epoch, in the order of training; a pure function of its arguments.
 
-    Spans are in tokens of the store; `b_start == b_end` for `objective` "none". Left out are only
-    texts of one word (which have no second half) and what a pair with an exchanged B is too long
-    by, at the end of its longer segment, at a word. Raises `UserError` if the documents cannot give
-    a random B (see `check_documents`).
+    Returns a `PAIR` array of token positions in the store; `b_start == b_end` for objective "none".
+    Raises `UserError` if the documents cannot give random B's (see `check_documents`).
+    Two kinds of tokens are left out: texts of a single word, which cannot be split into A and B,
+    and the end of the longer segment where a pair with an exchanged B exceeds a sequence.
     """
     if not len(segments.document):
-        raise UserError("the corpus has no text to make sequences of; add text")
+        raise UserError("the corpus has no text to build sequences from; add text")
     max_tokens = max_seq_length - SPECIALS[objective]
     cuts = derive_stream(seed, epoch, Stream.CHUNKS)
     starts = chunk_starts(segments, max_tokens, short_seq_prob, cuts)
@@ -133,8 +141,9 @@ def draw_pairs(
     if objective == "sop":
         if not len(whole):
             raise UserError(
-                f"sentence order needs texts of two words or more, and none of {len(starts):,} is; "
-                "divide the documents otherwise (corpus.layout) or set data.objective=none"
+                "sentence-order prediction needs texts of two words or more, and all "
+                f"{len(starts):,} texts have a single word; change how documents are divided "
+                "(corpus.layout) or set data.objective=none"
             )
         swap = np.argsort(draw, kind="stable")[: len(whole) // 2]
         a_start[swap], b_start[swap] = b_start[swap], a_start[swap]
@@ -152,13 +161,13 @@ def draw_pairs(
 def chunk_starts(
     segments: Segments, max_tokens: int, short_seq_prob: float, stream: np.uint64
 ) -> np.ndarray:
-    """The first segment of each chunk, int64: as many segments of one document as fit, from its
-    start on.
+    """Cut documents into chunks, as many segments each as fit: int64, the first segment of each.
 
-    A share `short_seq_prob` of the chunks, and the first of each document, aim at a random shorter
-    length, so that boundaries differ between epochs. Where a chunk starts depends on the chunk
-    before: all documents are gone through side by side, a long one in runs (a chunk starts at every
-    `RUN`th segment), so that none holds up the rest.
+    A fraction `short_seq_prob` of the chunks and the first chunk of each document aim at a random
+    shorter length, so that boundaries differ between epochs. Where a chunk starts depends on the
+    chunk before, which forbids cutting the chunks of a document at once. So all documents are cut
+    side by side, one chunk of each per iteration, and long documents in runs of `RUN` segments,
+    so that none needs many more iterations than the others.
     """
     offsets, document = segments.offsets, segments.document
     draw = random_u64(stream, np.arange(len(document)))
@@ -166,10 +175,10 @@ def chunk_starts(
     is_start[int(stream) % RUN :: RUN] = True
     first = np.flatnonzero(is_start)
     short = np.flatnonzero(draw & np.uint64(0xFFFF) < np.uint64(round(short_seq_prob * 65536)))
-    limit = offsets[:-1] + max_tokens  # where the chunk ends that starts there
+    limit = offsets[:-1] + max_tokens  # where a chunk that starts at each segment has to end
     limit[first] -= random_below(draw[first], max_tokens - max_tokens // 2 + 1)
     limit[short] = offsets[short] + 2 + random_below(draw[short], max_tokens - 1)
-    at, end = first, np.append(first[1:], len(document))  # the chunk to be cut of each run
+    at, end = first, np.append(first[1:], len(document))  # current chunk and end of each run
     while len(at):
         at = np.maximum(offsets.searchsorted(limit[at], side="right") - 1, at + 1)
         more = at < end
@@ -179,7 +188,7 @@ def chunk_starts(
 
 
 def mirrored(segments: Segments) -> Segments:
-    """The segments from the last to the first."""
+    """Reverse the order of the segments, so that chunks can be cut from the end of documents."""
     offsets = segments.offsets[-1] - segments.offsets[::-1]
     return Segments(offsets, segments.document[::-1], segments.texts)
 
@@ -187,11 +196,13 @@ def mirrored(segments: Segments) -> Segments:
 def choose_directions(
     segments: Segments, forth: np.ndarray, back: np.ndarray, stream: np.uint64
 ) -> np.ndarray:
-    """`forth`, but in half of the documents, by chance, the chunks whose ends are `back` in the
-    mirror.
+    """Choose for each document at random whether its chunks are cut from its start or its end.
 
-    A sentence that does not fit begins the next chunk, so halves that come first are longer, and
-    swapped ones would show by their lengths; cut from the end back, they are as much shorter.
+    forth: int64, first segments of the chunks cut from the start.
+    back: int64, the same for the `mirrored` segments.
+    Returns int64, ascending first segments of the chosen chunks. Cut from the start, a sentence
+    that does not fit begins the next chunk, which makes first halves longer on average: a swapped
+    pair would show by its lengths. Cut from the end, first halves are shorter by the same amount.
     """
     back = np.append(0, len(segments.document) - back[:0:-1])
     turned = random_u64(stream, np.arange(segments.document[-1] + 1)) >> np.uint64(63) == 1
@@ -202,8 +213,11 @@ def choose_directions(
 def rebalance_single_segment_chunks(
     offsets: np.ndarray, document: np.ndarray, starts: np.ndarray, max_tokens: int
 ) -> np.ndarray:
-    """`starts` with a segment moved to each chunk that has only one, from the chunk before if it
-    has three."""
+    """Move a segment from the chunk before to each chunk that has only one; the new `starts`.
+
+    Only from a chunk of the same document with three segments or more, and only if it fits. A
+    chunk of one segment could otherwise be split into A and B only inside a sentence.
+    """
     size = np.diff(starts, append=len(document))
     before = np.append(0, size[:-1])
     same = np.append(False, document[starts[1:]] == document[starts[:-1]])
@@ -219,10 +233,11 @@ def split_chunks(
     edges: np.ndarray,
     stream: np.uint64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(token where B starts in each chunk, whether that is inside a sentence).
+    """Split each chunk at random into A and B.
 
-    Between two segments where there are two; else at a word. A chunk of one word cannot be split:
-    its own start.
+    Returns the token at which B starts, int64 (chunks,), and whether that is inside a segment, bool
+    (chunks,). Splits between two segments where the chunk has two, else at a word. A chunk of one
+    word cannot be split: its B starts at the start of the chunk.
     """
     size = np.diff(starts, append=len(segments.document))
     draw = random_u64(stream, starts)
@@ -238,8 +253,10 @@ def split_chunks(
 def word_near(
     store: TokenStore | StoreView, start: np.ndarray, end: np.ndarray, draw: np.ndarray
 ) -> np.ndarray:
-    """A word start in each (start, end): the first at or after a random place, else the last before
-    it."""
+    """Find a random word start inside each (start, end): int64 (n,), `start` where there is none.
+
+    Takes the first word start at or after a random token, or the last one before it.
+    """
     place = start + 1 + random_below(draw, np.maximum(end - start - 1, 1))
     for step in (1, -1):
         open_ = np.flatnonzero((place > start) & (place < end))
@@ -254,13 +271,29 @@ def word_near(
 def exchange_second_segments(
     document: np.ndarray, length: np.ndarray, inside: np.ndarray, draw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(givers, takers): chunk `takers[i]` gets the B of `givers[i]`; half of all chunks, none from
-    its document.
+    """Exchange the B's of half of the chunks, each with one of another document and similar length.
 
-    Chunks are sorted by the length of B (those that start inside a sentence apart) and dealt into
-    buckets. In each, half of the chunks take part, a document with at most half of the places;
-    sorted by document and turned by half, no B meets its own document. Where a document has too
-    much of a bucket, that one and its neighbour become one.
+    document, length, inside: (chunks,), document of each chunk, tokens of its B, and whether its B
+    starts inside a segment. draw: uint64 (chunks,), random numbers.
+    Returns (givers, takers), int64: chunk `takers[i]` gets the B of chunk `givers[i]`. Both list
+    the same chunks, so every B is used exactly once. Raises `UserError` (see `check_documents`).
+
+    Sorts the chunks by the length of B (those split inside a segment apart) and divides them into
+    buckets of `BUCKET`. In each bucket half of the chunks exchange their B's:
+
+        chunk         0   1   2   3   4   5   6   7
+        document      x   x   x   y   y   z   z   z
+        tokens of B   9  30  12  11  33  10  31  29
+
+        sorted by tokens of B    0  5  3  2   |   7  1  6  4      two buckets of 4
+        exchange (at random)        5     2   |   7  1            half of each bucket
+        receive the B of            2     5   |   1  7            10 <-> 12 and 29 <-> 30 tokens
+
+    Exactly half of the pairs become random, and their B's are as long as the others, because each
+    bucket gives away the same B's that it takes back. No document may have more than half of the
+    exchanging chunks of a bucket: sorted by document and rotated by half of their number, no chunk
+    then receives a B of its own document. Where that limit cannot be kept, because one document
+    has too many of a bucket's chunks, the bucket is merged with its neighbour and drawn anew.
     """
     n = len(document)
     check_documents(document)
@@ -268,21 +301,21 @@ def exchange_second_segments(
     document, draw = document[by_length], draw[by_length]
     two = np.count_nonzero(np.bincount(document)) == 2
     giver = np.full(n, -1)
-    size, rows = BUCKET, np.arange(n)  # of the buckets to be dealt with
+    size, rows = BUCKET, np.arange(n)  # of the buckets that are still to be drawn
     while True:
         bucket = np.minimum(rows // size, max(n // size - 1, 0))
         first = bucket * size
         places = np.bincount(bucket) // 2  # chunks of each bucket that exchange
         if two:
             places -= places % 2  # two documents can only swap B's
-        # in each bucket by document, and which of them are over their document's limit
+        # sort each bucket by document, and mark the chunks beyond their document's limit
         by_document = first + sort_packed(
             bucket, document[rows], draw=draw[rows], last=rows - first
         )
         numbers = np.arange(len(rows))
         runs = run_starts(bucket, document[by_document])
         over = numbers - np.maximum.accumulate(np.where(runs, numbers, 0)) >= (places // 2)[bucket]
-        # half of them, those over the limit last
+        # choose half of each bucket, those beyond the limit last
         chosen_first = sort_packed(bucket, over, draw=draw[by_document], last=rows - first)
         chosen_first += numbers - (rows - first)
         chosen = np.zeros(len(rows), bool)
@@ -292,11 +325,11 @@ def exchange_second_segments(
         turned = (np.arange(len(takers)) - before + places // 2) % places
         giver[rows] = -1
         giver[takers] = takers[before + turned]
-        failed = bucket[chosen & over]  # some document has more than three quarters of it
+        failed = bucket[chosen & over]  # buckets in which one document exceeds its limit
         if not len(failed):
             break
         if size >= n:
-            raise AssertionError("check_documents lets no such corpus pass")
+            raise AssertionError("check_documents should have refused this corpus")
         size *= 2
         merged = np.minimum(np.arange(n) // size, max(n // size - 1, 0))
         rows = np.flatnonzero(np.isin(merged, np.minimum(failed // 2, merged[-1])))
@@ -305,9 +338,10 @@ def exchange_second_segments(
 
 
 def sort_rows(*columns: np.ndarray, draw: np.ndarray) -> np.ndarray:
-    """The order of rows by the columns, then by the upper 32 bits of `draw`: int64 (n,).
+    """Sort rows by the columns, then by the upper 32 bits of `draw`: int64 (n,), their order.
 
-    Keys of 16 bits are what numpy sorts by radix, three times as fast as whole numbers.
+    Sorts the draw as two keys of 16 bits, because numpy has a radix sort for these, which is three
+    times as fast as its sort of wider integers.
     """
     halves = draw.astype("<u8").view("<u2").reshape(-1, 4).T[2:]
     keys = [column.astype(np.min_scalar_type(column.max())) for column in reversed(columns)]
@@ -315,11 +349,12 @@ def sort_rows(*columns: np.ndarray, draw: np.ndarray) -> np.ndarray:
 
 
 def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Sort rows by the columns, the first of which ascends already, then by `draw`, then by `last`;
-    returns `last` in that order.
+    """Sort rows by the columns, then by `draw`, then by `last`: int64 (n,), `last` in that order.
 
-    All in one integer a row: of `draw`, random uint64, as many bits as the others, non-negative,
-    leave. The stable sort is the fast one of numbers that are nearly in order.
+    columns, last: non-negative integers; the first column is ascending already.
+    draw: random uint64.
+    Packs a row into one uint64, with as many bits of `draw` as the other columns leave free, and
+    uses the stable sort, which is fast on numbers that are nearly in order.
     """
     bits = [int(column.max()).bit_length() for column in (*columns, last)]
     room = max(64 - sum(bits), 0)
@@ -335,21 +370,20 @@ def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.
 
 
 def run_starts(*columns: np.ndarray) -> np.ndarray:
-    """Whether each row differs from the one before in any column: bool (n,)."""
+    """Mark the rows that differ from the row before in any column: bool (n,)."""
     return np.logical_or.reduce([np.diff(c, prepend=c[:1] - 1) != 0 for c in columns])
 
 
 def check_documents(document: np.ndarray) -> None:
-    """Raise `UserError` if one document has so many chunks that the others cannot give half of all
-    B's."""
+    """Raise `UserError` if one document has too many of the chunks for B's to be exchanged."""
     n = len(document)
     largest = int(np.bincount(document).max()) if n else 0
     if n < 4 or n - largest < (n // 2) - (n // 2) // 2:
         raise UserError(
-            f"next-sentence prediction needs random B's from other documents: {n:,} pairs can be "
-            f"cut from the corpus, {largest:,} of them from one document (at most 75 % may be). "
-            "Divide the documents otherwise (corpus.layout), add text, or set data.objective=sop "
-            "or none"
+            "next-sentence prediction takes random B's from other documents: the corpus gives "
+            f"{n:,} pairs, {largest:,} of them from one document (at most 75 % are possible). "
+            "Change how documents are divided (corpus.layout), add text, or set "
+            "data.objective=sop or none"
         )
 
 
@@ -361,8 +395,11 @@ def truncate(
     b_end: np.ndarray,
     max_tokens: int,
 ) -> None:
-    """Shorten pairs of more than `max_tokens`: the longer segment loses whole words at its end, and
-    then, where both are longer than half a sequence, the other."""
+    """Shorten pairs that exceed `max_tokens`, in place.
+
+    Drops whole words from the end of the longer segment, which keeps at least half a sequence (less
+    a word); where that is not enough, shortens the other segment in the same way.
+    """
     for _ in range(2):
         a, b = a_end - a_start, b_end - b_start
         for i in np.flatnonzero(a + b > max_tokens):
@@ -370,12 +407,12 @@ def truncate(
             start = longer[0][i]
             limit = start + max(max_tokens - min(a[i], b[i]), max_tokens // 2)
             words = np.flatnonzero(store.starts_word(np.arange(start + 1, limit + 1)))
-            # only a word longer than half a sequence is cut inside
+            # a word is cut only if it alone is longer than half a sequence
             longer[1][i] = start + 1 + words[-1] if len(words) else limit
 
 
 def shuffle(stream: np.uint64, *columns: np.ndarray) -> np.ndarray:
-    """A `PAIR` array of the columns, its rows in an order drawn from `stream`."""
+    """Make a `PAIR` array of the columns, with its rows in a random order drawn from `stream`."""
     order = sort_rows(draw=random_u64(stream, np.arange(len(columns[0]))))
     rows = np.stack(columns, axis=1)
     return rows.take(order, axis=0).view(PAIR)[:, 0]

@@ -1,11 +1,15 @@
-"""vocabulary + words -> **token store** -> pairs: the corpus as token ids on disk, memory-mapped.
+"""Read a corpus as token ids from disk, memory-mapped: the token store.
 
 A folder per split (`train`, `held_out`) holds one file per array, whatever the size of the corpus:
-`tokens.npy` (uint16 or uint32), `sentence_offsets.npy` (token at which each sentence starts, and
-the end) and `document_offsets.npy` (sentence at which each document starts, and the end), both
-int64; where a segmenter said what words are, `word_starts.npy` too, one bit per token. Sentences
-lie one after another, so any segment of a document is a slice. No padding, no pairs, no masks:
-those are drawn afresh every epoch.
+
+    tokens.npy             uint16 or uint32; the token ids
+    sentence_offsets.npy   int64; token at which each sentence starts, and the end
+    document_offsets.npy   int64; sentence at which each document starts, and the end
+    word_starts.npy        one bit per token; only with `corpus.word_segmenter`
+    run_edges.npy          int64; only in a large store (see `find_run_edges`)
+
+Sentences lie one after another, so that any segment of a document is a slice of `tokens`. Pairs and
+masks are not stored, because they are drawn anew in every epoch.
 """
 
 import errno
@@ -20,27 +24,27 @@ import numpy as np
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS
 
-SCHEMA = 2  # of the manifest and the layout; 1 had a folder per shard, and is still read
-TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")  # of a vocabulary
+SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and can still be read
+TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
-PART_TOKENS = 1 << 28  # of a corpus, that are planned at once: in some 1 GB
-RUNS = 256  # of documents in a part: enough for each part to be a sample of the whole
-# a failure of the machine, not of the files
+PART_TOKENS = 1 << 28  # tokens per epoch part: drawing its pairs takes about 1 GB of memory
+RUNS = 256  # runs of documents per epoch part, enough to make each part a sample of the whole
+# errors that say something about the machine and nothing about the files
 RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @dataclass
 class Vocabulary:
-    """What pairs, masks and model need to know of a vocabulary; read without `tokenizers`."""
+    """A WordPiece vocabulary as pairs, masks and model use it; needs no `tokenizers` library."""
 
     pieces: list[str]
     sha256: str
-    continues: np.ndarray  # bool (V,): the piece continues a word (##)
+    continues: np.ndarray  # bool (V,): whether the piece continues a word (##)
     ordinary: np.ndarray  # int64: ids that may replace a masked token: not special, not [unusedN]
 
     @classmethod
     def of(cls, pieces: list[str], sha256: str = "") -> "Vocabulary":
-        """Describe the pieces of a vocabulary, in the order of their ids."""
+        """Build a vocabulary from its pieces in the order of their ids."""
         named = np.array([p.startswith("[") and p.endswith("]") and len(p) > 2 for p in pieces])
         continues = np.array([p.startswith("##") for p in pieces])
         return cls(pieces, sha256, continues, ordinary=np.flatnonzero(~named))
@@ -49,7 +53,7 @@ class Vocabulary:
         return len(self.pieces)
 
     def __getitem__(self, piece: str) -> int:
-        """The id of a piece."""
+        """Return the id of a piece."""
         return self.ids[piece]
 
     @cached_property
@@ -58,7 +62,7 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary in `folder/vocab.txt`; raises `UserError` if there is none."""
+    """Read the vocabulary in `folder/vocab.txt`; raises `UserError` if there is none."""
     path = folder / "vocab.txt"
     if not path.exists():
         raise UserError(f"no vocabulary at {path}; make one: python -m data_pipeline CONFIG")
@@ -69,18 +73,18 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 @dataclass
 class TokenStore:
-    """One split of a corpus: a sequence of tokens, cut into sentences, cut into documents.
+    """One split of a corpus: the tokens of all documents, with sentence and document boundaries.
 
-    The arrays are memory-mapped when they come from `open`, so that a store of any size costs four
-    file descriptors and only the memory that is being read.
+    `open` memory-maps the arrays, so that a store of any size takes at most five file descriptors
+    and only the memory of the pages in use.
     """
 
     vocabulary: Vocabulary
     tokens: np.ndarray  # uint16 or uint32 (tokens,)
     sentence_offsets: np.ndarray  # int64 (sentences + 1,), in tokens
     document_offsets: np.ndarray  # int64 (documents + 1,), in sentences
-    word_starts: np.ndarray | None = None  # uint8 (tokens / 8,), low bit first; None: ## tells
-    run_edges: np.ndarray | None = None  # of `find_run_edges`, where the store is large
+    word_starts: np.ndarray | None = None  # uint8 (tokens / 8,), low bit first; None: use ##
+    run_edges: np.ndarray | None = None  # from `find_run_edges`; only a large store has it
     manifest: dict = field(default_factory=dict)
 
     @classmethod
@@ -88,14 +92,14 @@ class TokenStore:
         """Open a split of the store at `folder`.
 
         Raises `UserError` if there is no store, if it was built with another vocabulary, or if its
-        files are not what the manifest says.
+        files do not match its manifest.
         """
         manifest = read_manifest(folder)
         if manifest["vocab_sha256"] != vocabulary.sha256:
             raise UserError(
                 f"{folder} was built with another vocabulary (sha256 "
-                f"{manifest['vocab_sha256'][:12]}, not {vocabulary.sha256[:12]}); put the "
-                "vocabulary back that belongs to it, or prepare the corpus into another data_dir"
+                f"{manifest['vocab_sha256'][:12]}, not {vocabulary.sha256[:12]}); restore the "
+                "vocabulary that it was built with, or prepare the corpus in another data_dir"
             )
         if manifest["schema"] == 1:
             arrays = load_shards(folder / split, manifest[split]["shards"])
@@ -107,8 +111,8 @@ class TokenStore:
         wanted = tuple(manifest[split][name] for name in ("tokens", "sentences", "documents"))
         if found != wanted or len(arrays) > 3 and len(arrays[3]) != (found[0] + 7) // 8:
             raise UserError(
-                f"{folder / split} has {found} tokens, sentences and documents, its manifest says "
-                f"{wanted}: it is damaged; delete {folder} and run python -m data_pipeline"
+                f"{folder / split} is damaged: it has {found} tokens, sentences and documents, and "
+                f"its manifest says {wanted}; delete {folder} and run python -m data_pipeline"
             )
         edges = folder / split / "run_edges.npy"
         runs = load_array(edges) if edges.exists() else None
@@ -126,29 +130,32 @@ class TokenStore:
         return self.tokens.dtype
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """The tokens at `positions` int64 (n,), in any order: int64 (n,)."""
+        """Return the tokens at `positions` int64 (n,), in any order: int64 (n,)."""
         return self.tokens[positions].astype(np.int64)
 
     def starts_word(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
-        """Whether a word starts at each of `positions` int64 (n,): bool (n,).
+        """Tell whether a word starts at each of `positions` int64 (n,): bool (n,).
 
-        `tokens` are those at `positions`, where they are at hand already.
+        tokens: the tokens at `positions`, if the caller has them; saves reading them again.
         """
         if self.word_starts is not None:
             return (self.word_starts[positions >> 3] >> (positions & 7)) & 1 != 0
         return ~self.vocabulary.continues[self.take(positions) if tokens is None else tokens]
 
     def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
-        """The tokens of each [start, end): memory of `dtype`."""
+        """Return the tokens of each [start, end) as a view of the store's memory."""
         pairs = zip(starts.tolist(), ends.tolist(), strict=True)
         return [self.view[start:end] for start, end in pairs]
 
     @cached_property
     def view(self) -> memoryview:
-        return memoryview(self.tokens)  # sliced five times as fast as an array
+        return memoryview(self.tokens)  # slicing it is five times as fast as slicing an array
 
     def token_counts(self, every: int = 1) -> np.ndarray:
-        """How often each piece occurs, in every `every`-th million of tokens: int64 (V,)."""
+        """Count how often each piece occurs: int64 (V,).
+
+        every: 1 counts all tokens, n only every n-th block of 2^20 tokens.
+        """
         counts = np.zeros(len(self.vocabulary), np.int64)
         for start in range(0, len(self), every << 20):
             block = self.tokens[start : start + (1 << 20)]
@@ -157,17 +164,17 @@ class TokenStore:
 
 
 def count_parts(tokens: int) -> int:
-    """Parts that an epoch over so many tokens is planned in."""
+    """Count the epoch parts that the pairs of an epoch over so many tokens are drawn in."""
     return max(1, -(-tokens // PART_TOKENS))
 
 
 def find_run_edges(
     sentence_offsets: np.ndarray, document_offsets: np.ndarray, n_parts: int
 ) -> np.ndarray:
-    """Cut a store into runs of documents of about equal length, `RUNS` for each of its parts.
+    """Divide a store into runs of documents of about equal length, `RUNS` per epoch part.
 
-    Returns int64 (runs + 1, 2): the first document of each run and its first token, and the ends. A
-    large store keeps them in a file, since to find them reads pages all over the offsets.
+    Returns int64 (runs + 1, 2): first document and first token of each run, and the ends. A large
+    store keeps the result in a file, because computing it reads pages all over the offsets.
     """
     run_tokens = int(sentence_offsets[-1]) / (RUNS * n_parts)
     targets = np.ceil(np.arange(RUNS * n_parts) * run_tokens).astype(np.int64)
@@ -178,10 +185,10 @@ def find_run_edges(
 
 
 class StoreView:
-    """Some runs of documents of a store, end to end, with positions of their own.
+    """Some documents of a store as if they were a store of their own, with positions from 0.
 
-    It offers what pairs are planned from: offsets, `take`, `starts_word` and `spans`. `documents`
-    int64 (runs, 2): the first document of each run and the one after its last, ascending.
+    Has what drawing pairs needs: the offsets, `take`, `starts_word` and `spans`.
+    documents: int64 (runs, 2), ascending; first document of each run, and the one after its last.
     """
 
     def __init__(self, store: TokenStore, documents: np.ndarray):
@@ -192,7 +199,7 @@ class StoreView:
         self.sentence_offsets = join_runs(store.sentence_offsets, sentences)
         ends = np.cumsum(tokens[:, 1] - tokens[:, 0])
         self.run_starts = np.append(0, ends[:-1])
-        self.shift = tokens[:, 0] - self.run_starts  # how much later each run starts in the store
+        self.shift = tokens[:, 0] - self.run_starts  # from view to store
 
     def __len__(self) -> int:
         return int(self.sentence_offsets[-1])
@@ -202,7 +209,7 @@ class StoreView:
         return len(self.document_offsets) - 1
 
     def in_store(self, positions: np.ndarray) -> np.ndarray:
-        """Where positions of the view are in the store: int64 (n,)."""
+        """Convert positions in the view to positions in the store: int64 (n,)."""
         run = np.searchsorted(self.run_starts, positions, side="right") - 1
         return positions + self.shift[run]
 
@@ -213,13 +220,13 @@ class StoreView:
         return self.store.starts_word(self.in_store(positions), tokens)
 
     def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
-        """The tokens of each [start, end), none of which spans two runs."""
+        """Return the tokens of each [start, end), which must not cross from one run to the next."""
         first = self.in_store(starts)
         return self.store.spans(first, first + (ends - starts))
 
 
 def join_runs(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """`offsets` of the items in [first, last) of each of `runs`, as if these lay end to end."""
+    """Compute the offsets of the items in `runs`, each [first, last), laid end to end."""
     sizes = [np.diff(offsets[first : last + 1]) for first, last in runs]
     return np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
@@ -228,14 +235,14 @@ def join_runs(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:
 
 
 def load_array(path: Path, mmap: bool = True) -> np.ndarray:
-    """The array in a `.npy` file, memory-mapped unless told otherwise; raises `UserError`."""
+    """Load the array in a `.npy` file; raises `UserError` if it cannot be read."""
     try:
         array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         if getattr(error, "errno", None) in RESOURCE_ERRORS:
             raise UserError(
-                f"{path} cannot be opened ({error.strerror}); the file itself is left as it is: "
-                "see what this machine allows (ulimit -a, permissions), then run the same command"
+                f"{path} cannot be opened ({error.strerror}); the file may well be intact: check "
+                "the limits of this machine (ulimit -a, permissions), then run the same command"
             ) from None
         raise UserError(
             f"{path} cannot be read ({error}); delete the store and run python -m data_pipeline"
@@ -244,7 +251,7 @@ def load_array(path: Path, mmap: bool = True) -> np.ndarray:
 
 
 def load_shards(folder: Path, shards: list[dict]) -> list[np.ndarray]:
-    """The arrays of a split of schema 1, a folder per shard, joined in memory."""
+    """Load a split of a store of schema 1, which has a folder per shard, and join its arrays."""
     if not shards:
         return [np.zeros(0, np.uint16), np.zeros(1, np.int64), np.zeros(1, np.int64)]
     folders = [folder / shard["name"] for shard in shards]
@@ -261,14 +268,14 @@ def load_shards(folder: Path, shards: list[dict]) -> list[np.ndarray]:
 
 
 def join_offsets(parts: list[np.ndarray]) -> np.ndarray:
-    """Offsets of several shards as offsets of all of them end to end."""
+    """Join the offsets of several shards into the offsets of the shards laid end to end."""
     return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part) for part in parts]))])
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a finished store, with its schema number.
+    """Read the manifest of a finished store, with its schema number.
 
-    Raises `UserError` if there is none or a later version wrote it.
+    Raises `UserError` if there is none, or if a later version of the project wrote it.
     """
     path = folder / "manifest.json"
     try:
@@ -287,24 +294,24 @@ def read_manifest(folder: Path) -> dict:
             f"{path} has schema {schema}, and this version reads 1 to {SCHEMA}; use the version "
             "of bert-pretrain that wrote it, or a later one"
         )
-    data = manifest.get("data_sha256", manifest.get("sha256"))  # one hash served both in schema 1
+    data = manifest.get("data_sha256", manifest.get("sha256"))  # schema 1 had a single hash
     return manifest | {"schema": schema, "data_sha256": data}
 
 
 def held_out_shortfall(manifest: dict) -> str | None:
-    """Say what the held-out split of a manifest lacks for its losses to be trusted; None if it
-    lacks nothing."""
+    """Describe why the held-out split is too small for its losses to be trusted; None if it is
+    not."""
     documents, tokens = (manifest["held_out"][name] for name in ("documents", "tokens"))
     if documents >= HELD_OUT_DOCUMENTS and tokens >= HELD_OUT_TOKENS:
         return None
     found = f"only {documents:,} document{'s' * (documents > 1)} of {tokens:,} tokens are held out"
     if not documents:
         found = "no document is held out, so there is no evaluation"
-    # a share up to a fifth changes nothing: so much is held out of a small corpus in any case
-    share = manifest.get("settings", {}).get("corpus.held_out_fraction", 0.01)
-    advice = f"add text, or raise corpus.held_out_fraction above {max(share, 0.2):g}"
+    # up to a fifth changes nothing, because a small corpus has that much held out in any case
+    fraction = manifest.get("settings", {}).get("corpus.held_out_fraction", 0.01)
+    advice = f"add text, or raise corpus.held_out_fraction above {max(fraction, 0.2):g}"
     return (
         f"{found}; losses on held-out text need {HELD_OUT_DOCUMENTS} documents and "
         f"{HELD_OUT_TOKENS:,} tokens to be trusted; "
-        + (advice if share else "raise corpus.held_out_fraction, to 0.01 for example")
+        + (advice if fraction else "raise corpus.held_out_fraction, to 0.01 for example")
     )

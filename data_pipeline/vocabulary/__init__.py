@@ -1,1 +1,1 @@
-"""text -> words -> WordPiece: training, existing vocabularies, and how well one fits."""
+"""Train a WordPiece vocabulary, or read an existing one, and measure how well it fits."""

@@ -1,23 +1,24 @@
-"""vocabulary -> **its report**: how well it fits text that it was not made of, at several sizes.
+"""Measure how well a vocabulary fits held-out text, at several sizes, so that users can choose one.
 
-Merges are in the order of training, so a smaller vocabulary of the same corpus is the first part of
-a larger one and measuring it costs no training. A user who reads the table can choose the size.
+The pieces are in the order of training, so that the first part of a vocabulary is the smaller
+vocabulary of the same corpus, and measuring that takes no further training.
 """
 
 from data_pipeline.config import VocabConfig
 from data_pipeline.vocabulary.training import SPECIAL_TOKENS, WordCounts, build_tokenizer
 
-LONGEST = 10  # pieces that are shown
-MUCH_UNKNOWN = 0.05  # share of [UNK] that is worth a warning
+LONGEST = 10  # number of longest pieces to show
+MUCH_UNKNOWN = 0.05  # fraction of [UNK] tokens that causes a warning
 
 
 def report_vocabulary(
     pieces: list[str], kept: int, train: WordCounts, held_out: WordCounts, vocab: VocabConfig
 ) -> dict:
-    """What there is to say of a vocabulary whose first `kept` pieces were there before.
+    """Compile the report of a vocabulary: its size, its longest pieces, and how well it fits.
 
-    Measured on the held-out words, or on the training words if none are held out, after a quarter,
-    a half, three quarters and all of the merges.
+    kept: number of first pieces that come from an existing vocabulary.
+    Measures the fit after a quarter, a half, three quarters and all of the merges, on the held-out
+    words, or on the training words if none are held out.
     """
     size = sum(not piece.startswith("[unused") for piece in pieces[kept:]) + kept
     merges = next((i for i in range(kept, size) if is_merge(pieces[i])), size)
@@ -47,8 +48,11 @@ def is_merge(piece: str) -> bool:
 
 
 def measure_fit(pieces: list[str], words: WordCounts, vocab: VocabConfig) -> dict[str, float]:
-    """Fertility (tokens a word), share of words in one piece, and shares of the tokens that are
-    [UNK] and that are one character of a longer word."""
+    """Measure how a vocabulary tokenizes words.
+
+    Returns tokens per word (fertility), the fraction of words that are a single piece, and the
+    fractions of tokens that are [UNK] or a single character of a longer word.
+    """
     model = build_tokenizer(pieces, vocab).model
     unknown = pieces.index("[UNK]")
     lone = [len(bare(piece)) == 1 for piece in pieces]
@@ -73,7 +77,7 @@ def measure_fit(pieces: list[str], words: WordCounts, vocab: VocabConfig) -> dic
 
 
 def print_report(report: dict) -> None:
-    """Print the report as a reader wants it."""
+    """Print the report of a vocabulary for a human reader."""
     print(f"vocabulary: {report['size']:,} pieces, {report['distinct_words']:,} distinct words")
     print(f"  longest new pieces: {' '.join(report['longest_pieces']) or 'none'}")
     if report["words_too_long"]:

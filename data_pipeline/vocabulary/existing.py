@@ -1,7 +1,6 @@
-"""A **vocabulary that is there already**, in place of a trained one: `vocab.txt` or a Hugging Face
-folder, held against the config.
+"""Read an existing vocabulary, a `vocab.txt` or a Hugging Face folder, in place of training one.
 
-Flags are never taken over in silence: what the files say has to be what the config says.
+Its flags have to match those of the config: they are never adopted silently.
 """
 
 import json
@@ -18,10 +17,10 @@ from data_pipeline.vocabulary.training import (
 
 
 def read_existing(vocab: VocabConfig) -> list[str]:
-    """The pieces at `vocab.path` by id; none if the path is null.
+    """Read the pieces of the vocabulary at `vocab.path`, by id; none if the path is null.
 
-    Raises `UserError` if there is no sound WordPiece vocabulary with BERT's special tokens, or it
-    was made for other flags than the config's, or for fewer pieces than `vocab.size` would keep.
+    Raises `UserError` if that is no valid WordPiece vocabulary with BERT's special tokens, if its
+    flags differ from the config's, or if it has more pieces than `vocab.size`.
     """
     if vocab.path is None:
         return []
@@ -54,11 +53,11 @@ def read_existing(vocab: VocabConfig) -> list[str]:
 
 
 def make_vocabulary(counts: dict[str, int], vocab: VocabConfig, existing: list[str]) -> list[str]:
-    """The pieces of the config's vocabulary by id: the `existing` ones as they are, or extended to
-    `vocab.size` by what the corpus asks for, or trained if there are none.
+    """Make the vocabulary that the config asks for; its pieces by id.
 
-    New pieces are appended and never take the place of an [unusedN]: the ids of those may be in use
-    by whoever made the vocabulary, which is what they are for.
+    Keeps the `existing` pieces and extends them to `vocab.size` by pieces trained on the corpus, or
+    trains all pieces if there are none. New pieces are appended and never replace an [unusedN],
+    because whoever made the vocabulary may use those ids for their own tokens.
     """
     if existing and vocab.size in (None, len(existing)):
         return existing
@@ -69,11 +68,11 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); put vocab.path right") from None
+        raise UserError(f"{path} is not JSON ({error}); correct vocab.path") from None
 
 
 def read_lines(path: Path) -> list[str]:
-    """A piece a line; raises `UserError` at an empty line or one that is there twice."""
+    """Read one piece per line; raises `UserError` for an empty or repeated line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -87,7 +86,10 @@ def read_lines(path: Path) -> list[str]:
 
 
 def pieces_of(tokenizer: dict, path: Path) -> list[str]:
-    """The pieces of a `tokenizer.json` by id; raises `UserError` unless it works as BERT's does."""
+    """Read the pieces of a `tokenizer.json` by id.
+
+    Raises `UserError` unless it is a BERT tokenizer: its normaliser, pre-tokeniser and WordPiece.
+    """
     model = tokenizer.get("model", {})
     for what, found, wanted in (
         ("model", model.get("type", "WordPiece"), "WordPiece"),
@@ -110,20 +112,20 @@ def pieces_of(tokenizer: dict, path: Path) -> list[str]:
 
 
 def check_flags(normalizer: dict, settings: dict, vocab: VocabConfig, path: Path) -> None:
-    """Raise `UserError` if the flags of a tokenizer are not the config's.
+    """Raise `UserError` if the flags of a tokenizer differ from the config's.
 
-    As in transformers, `tokenizer_config.json` wins over `tokenizer.json`, and null for accents
-    means as lower case.
+    As in transformers, `tokenizer_config.json` takes precedence over `tokenizer.json`, and if
+    `strip_accents` is null it follows `lowercase`.
     """
-    wanted, said = build_normalizer(vocab), {}
+    wanted, flags = build_normalizer(vocab), {}
     for ours, theirs in (
         ("lowercase", "do_lower_case"),
         ("strip_accents", "strip_accents"),
         ("handle_chinese_chars", "tokenize_chinese_chars"),
     ):
-        said[ours] = found = settings.get(theirs, normalizer.get(ours))
+        flags[ours] = found = settings.get(theirs, normalizer.get(ours))
         if ours == "strip_accents" and found is None:
-            found = said["lowercase"]
+            found = flags["lowercase"]
         check(
             found in (None, getattr(wanted, ours)),
             f"{path} was made with {ours} {str(found).lower()}, the config says "

@@ -1,9 +1,8 @@
-"""words -> **vocabulary**: WordPiece trained on word counts, and the tokenizer files that everyone
-loads.
+"""Train a WordPiece vocabulary on word counts, and write it as Hugging Face tokenizer files.
 
-"WordPiece" as in all public code: byte-pair merging of characters inside words (Sennrich et al.
-2016), with `##` before a piece that continues a word. Counting words first bounds the memory; a
-total order on the merges makes the result a function of the counts.
+"WordPiece" means here what it does in all public code: byte-pair merging of characters inside words
+(Sennrich et al. 2016), with `##` before a piece that continues a word. Training on word counts
+bounds the memory, and a total order of the merges makes the result a function of the counts.
 """
 
 import heapq
@@ -23,24 +22,25 @@ from data_pipeline.config import MIN_VOCAB_SIZE, VocabConfig
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 DEFAULT_SIZE = 30522  # BERT's
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is one [UNK]
-MAX_WORDS = 1 << 22  # that are counted at a time, about 400 MiB
-MULTIPLE = 64  # of the vocabulary's size: matrix products like it
+MAX_WORDS = 1 << 22  # distinct words to count at most, in about 400 MiB
+SIZE_MULTIPLE = 64  # the vocabulary is padded to a multiple of this, for fast matrix products
 
 
 class WordCounts(dict[str, int]):
-    """How often each word occurs, in bounded memory.
+    """Counts how often each word occurs, in bounded memory.
 
-    Past `MAX_WORDS` words the rarest are dropped, of count 1, then 2 and so on, until half as many
-    are left. A count is then too small by `shortfall` at most, the sum of those thresholds;
-    `dropped` is how many occurrences went in all. Words of more than `MAX_WORD_CHARACTERS`, which
-    can only be [UNK], are not counted apart: `junk` is how often there was one.
+    Beyond `MAX_WORDS` distinct words, drops at least the rarest half. Attributes:
+
+    dropped: occurrences dropped in total.
+    shortfall: the most that a count can be too small because its word was dropped before.
+    junk: occurrences of words longer than `MAX_WORD_CHARACTERS`, which can only become [UNK].
     """
 
     def __init__(self) -> None:
         self.junk = self.dropped = self.shortfall = 0
 
     def add(self, words: Iterable[tuple[str, int]]) -> None:
-        """Add the counts of a piece of the corpus; the order of pieces decides what is dropped."""
+        """Add the word counts of a file chunk; which words are dropped depends on their order."""
         for word, count in words:
             if len(word) > MAX_WORD_CHARACTERS:
                 self.junk += count
@@ -59,7 +59,7 @@ class WordCounts(dict[str, int]):
 
 
 def build_normalizer(vocab: VocabConfig) -> normalizers.Normalizer:
-    """BERT's normaliser with every flag said."""
+    """Build BERT's normaliser with every flag explicit."""
     return normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=vocab.handle_chinese_chars,
@@ -71,13 +71,13 @@ def build_normalizer(vocab: VocabConfig) -> normalizers.Normalizer:
 def train_wordpiece(
     counts: Mapping[str, int], vocab: VocabConfig, existing: Sequence[str] = ()
 ) -> list[str]:
-    """The pieces of a vocabulary, by id, from the counts of words; a pure function of both.
+    """Train a vocabulary on word counts: its pieces by id, a pure function of the arguments.
 
-    Special tokens first, then continuations and beginnings of one character, each by code point,
-    then merges, the most frequent pair first, ties to the smaller ids; `[unusedN]` up to a multiple
-    of 64. The pieces of an `existing` vocabulary keep their ids; the characters that it lacks and
-    merges of its pieces follow them. Raises `UserError` if the words do not yield `vocab.size`
-    pieces.
+    existing: pieces to start from; they keep their ids.
+    Raises `UserError` if the words do not yield `vocab.size` pieces, or `vocab.size` is too small.
+    The order is: special tokens (or `existing`), single characters that continue a word, single
+    characters that begin one (both by code point), merges (the most frequent pair first, ties to
+    the smaller ids), and `[unusedN]` up to a multiple of 64.
     """
     size = vocab.size or DEFAULT_SIZE
     first = list(existing) or SPECIAL_TOKENS
@@ -105,11 +105,14 @@ def train_wordpiece(
             f"vocab.size {size}; {cure}"
         )
     names = (name for i in itertools.count() if (name := f"[unused{i}]") not in existing)
-    return pieces + list(itertools.islice(names, -len(pieces) % MULTIPLE))
+    return pieces + list(itertools.islice(names, -len(pieces) % SIZE_MULTIPLE))
 
 
 def choose_alphabet(counts: Mapping[str, int], coverage: float) -> set[str]:
-    """The most frequent characters that make up `coverage` of the text, ties by code point."""
+    """Choose the most frequent characters that cover a fraction `coverage` of the text.
+
+    Breaks ties by code point.
+    """
     characters: Counter[str] = Counter()
     for word, count in counts.items():
         for character in word:
@@ -126,15 +129,14 @@ def choose_alphabet(counts: Mapping[str, int], coverage: float) -> set[str]:
 def merge_pairs(
     words: list[str], counts: list[int], pieces: list[str], size: int, min_frequency: int
 ) -> None:
-    """Append to `pieces` the merges of the most frequent neighbours in `words`, until there are
-    `size`.
+    """Merge the most frequent adjacent pieces until there are `size`; appends them to `pieces`.
 
-    A word is a string with `chr(id)` for each of its pieces, so that a pair of pieces is a string
-    too and finding and replacing it is the string's own work. `words` are rewritten as their pieces
-    grow. Only the pairs at the place of a merge change their totals.
+    words: each a string with `chr(id)` for each of its pieces; rewritten in place. A pair of pieces
+    is then a string of two characters, which string methods find and replace fast.
+    A merge changes the totals of the pairs beside it only, so that no other pair is counted again.
     """
     totals: defaultdict[str, int] = defaultdict(int)
-    where: defaultdict[str, list[int]] = defaultdict(list)  # words that have, or had, the pair
+    where: defaultdict[str, list[int]] = defaultdict(list)  # words that have or had a pair
     for i, word in enumerate(words):
         for pair in map(add, word, word[1:]):
             totals[pair] += counts[i]
@@ -144,7 +146,7 @@ def merge_pairs(
     heapq.heapify(heap)
     while len(pieces) < size and heap:
         negative, pair = heapq.heappop(heap)
-        if totals[pair] != -negative:  # an old entry: its pair has changed since
+        if totals[pair] != -negative:  # outdated entry: the total has changed since
             if min_frequency <= totals[pair] < -negative:
                 heapq.heappush(heap, (-totals[pair], pair))
             continue
@@ -161,7 +163,7 @@ def merge_pairs(
             totals[old] -= total
             totals[fresh] += total
             where[fresh] += found
-        del totals[pair]  # none is left, whatever overlapping ones (aaa) have taken from it
+        del totals[pair]  # all are replaced, even overlapping ones (aaa)
         for _, fresh, _ in changes:
             if totals[fresh] >= min_frequency:
                 heapq.heappush(heap, (-totals[fresh], fresh))
@@ -170,10 +172,10 @@ def merge_pairs(
 def replace_pair(
     words: list[str], found: list[int], pair: str, new: str
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Replace `pair` by `new` in the words `found`, from the left.
+    """Replace `pair` by `new` in the words with the indices `found`, from the left.
 
-    Returns the piece before, and the piece after, each place -> the words where it stood there, as
-    often as it did.
+    Returns two dictionaries, for the pieces before and after a replaced pair: piece -> indices of
+    the words, one for each time that the piece stood there.
     """
     befores: defaultdict[str, list[int]] = defaultdict(list)
     afters: defaultdict[str, list[int]] = defaultdict(list)
@@ -191,7 +193,7 @@ def replace_pair(
 
 
 def build_tokenizer(pieces: list[str], vocab: VocabConfig) -> Tokenizer:
-    """The tokenizer of a vocabulary as `tokenizers` runs it."""
+    """Build the `tokenizers` object of a vocabulary."""
     ids = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(
         models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS)
@@ -209,7 +211,7 @@ def build_tokenizer(pieces: list[str], vocab: VocabConfig) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, pieces: list[str], vocab: VocabConfig) -> None:
-    """`vocab.txt`, `tokenizer.json` and `tokenizer_config.json`, every flag in them explicit."""
+    """Write `vocab.txt`, `tokenizer.json` and `tokenizer_config.json`, with every flag explicit."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(pieces, vocab)
     tokenizer.save(str(folder / "tokenizer.json"))

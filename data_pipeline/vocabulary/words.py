@@ -1,14 +1,13 @@
-"""sentences -> **words**: BERT's normaliser and pre-tokeniser as a table, so that each word is
-handled once.
+"""Split text into BERT's words and number them, so that each distinct word is tokenized once.
 
-What `tokenizers` does to a character does not depend on its neighbours, and WordPiece does not look
-past the word. So text becomes words by translating characters, the table being asked of
-`tokenizers` itself, and each distinct word gets a number; its pieces are looked up once, when the
-vocabulary is there.
+BERT's normaliser and pre-tokeniser treat each character independently of its neighbours, and
+WordPiece treats each word independently. So a table of characters, filled by asking `tokenizers`,
+is enough to split text into words. Each distinct word gets a number, and its tokens are looked up
+once, when the vocabulary has been trained.
 
-Where words are not written apart (Chinese), a segmenter says which of BERT's words are one masking
-unit. It reads the text as it was written, and its cuts go through the table as marks, so that both
-divisions are of the same characters whatever the normaliser drops or adds.
+In languages without spaces (Chinese) a segmenter decides which of BERT's words form one masking
+unit. It reads the original text, and its cuts pass through the table as special characters, so
+that they stay in place whatever characters the normaliser drops or adds.
 """
 
 import importlib
@@ -22,18 +21,18 @@ from tokenizers import normalizers, pre_tokenizers
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import GOLDEN, mix
 
-END = b"\0"  # of a sentence; no word has it, control characters having gone before
+END = b"\0"  # end of a sentence; not in any word, because control characters were removed
 CUT, CUT_MARK = "\ud800", b"\1"  # between words of a segmenter, before and after the table
-BETWEEN, INSIDE, ALONE = range(3)  # where a byte stands: between words, in one, or it is one
-SHORT = 16  # bytes of a word that a `WordTable` finds in its arrays
-SLOTS = 1 << 18  # words there
-FREE = np.uint64(2**64 - 1)  # no eight bytes of UTF-8
+BETWEEN, INSIDE, ALONE = range(3)  # a byte is between words, in a word, or a word by itself
+SHORT = 16  # most bytes of a word that is kept in the arrays of a `WordTable`
+SLOTS = 1 << 18  # words in these arrays
+FREE = np.uint64(2**64 - 1)  # marks a free slot: cannot occur in UTF-8
 Segmenter = Callable[[str], list[str]]
 
 
 @dataclass
 class Words:
-    """Text as UTF-8, and where each of its words starts and ends: int64."""
+    """Text as UTF-8, and the bytes at which its words start and end: int64."""
 
     data: bytes
     starts: np.ndarray
@@ -48,7 +47,7 @@ class Words:
 
 
 class WordSplitter:
-    """Callable: text, one sentence a line -> its `Words`, `END` after each sentence."""
+    """Splits text with one sentence per line into `Words`, with `END` after each sentence."""
 
     def __init__(self, normalizer: normalizers.Normalizer):
         self.normalizer = normalizer
@@ -79,7 +78,7 @@ class WordSplitter:
         return Words(data, np.flatnonzero(starts), np.flatnonzero(lasts) + 1)
 
     def translate_rest(self, data: bytes) -> bytes:
-        """`data` with the characters that are not ASCII translated, by runs of them."""
+        """Translate the characters of `data` that are not ASCII, a run of them at a time."""
         is_rest = np.frombuffer(data, np.int8) < 0
         edges = np.flatnonzero(is_rest[1:] != is_rest[:-1]) + 1
         runs = [data[start:end] for start, end in pairwise([0, *edges.tolist(), len(data)])]
@@ -89,8 +88,10 @@ class WordSplitter:
         return b"".join(runs)
 
     def translate(self, character: str) -> str:
-        """What a character becomes: itself or others, ` x ` for a word of its own, ` ` or
-        nothing."""
+        """Translate a character as BERT's normaliser and pre-tokeniser do.
+
+        Returns other characters or the same one, ` x ` for a word by itself, a space, or nothing.
+        """
         out = []
         for c in self.normalizer.normalize_str(character):
             if not self.pre_tokenizer.pre_tokenize_str(c):
@@ -102,12 +103,13 @@ class WordSplitter:
         return "".join(out)
 
     def is_punctuation(self, word: str) -> bool:
-        """Whether BERT's pre-tokeniser keeps `word` apart from letters."""
+        """Tell whether BERT's pre-tokeniser separates `word` from letters beside it."""
         return len(self.pre_tokenizer.pre_tokenize_str(f"a{word}b")) == 3
 
 
 class CharacterTable(dict):
-    """code point -> what `translate` makes of the character, asked once; for `str.translate`."""
+    """A table for `str.translate` that calls `translate` once per character, when it first
+    occurs."""
 
     def __init__(self, translate: Callable[[str], str]):
         self.translate = translate
@@ -118,11 +120,12 @@ class CharacterTable(dict):
 
 
 class WordTable(dict):
-    """word -> number; what it gives an unknown one, a subclass says.
+    """A dictionary from word to number, with a fast path for many words; subclasses define
+    `__missing__`.
 
-    A dictionary wants an object for each word. So most words are found in arrays, many at once: a
-    hash of the bytes says in which of `SLOTS` places the word is if it is there, and comparing all
-    bytes says whether it is. The first word in a place stays: frequent words come early.
+    A dictionary lookup needs a Python object per word. So short words are also kept in arrays of
+    `SLOTS` entries, indexed by a hash of their bytes, where `look_up` finds many words at once. A
+    slot keeps the first word that hashes to it, since frequent words tend to come early.
     """
 
     masks = (np.tri(SHORT + 1, SHORT, -1, np.uint8) * 255).view("<u8")  # row i keeps i bytes
@@ -133,7 +136,7 @@ class WordTable(dict):
         self.numbers = np.zeros(SLOTS, np.uint32)
 
     def look_up(self, words: Words) -> np.ndarray:
-        """The number of each word: uint32."""
+        """Look up the number of each word: uint32."""
         data = words.data + bytes(SHORT)
         heads = np.ndarray(len(words.data) + 1, f"S{SHORT}", data, strides=(1,))  # from every byte
         lengths = words.ends - words.starts
@@ -151,7 +154,7 @@ class WordTable(dict):
 
 
 class WordIndex(WordTable):
-    """word -> number, in order of first appearance; an unknown word gets the next number."""
+    """Numbers words in order of first appearance: an unknown word gets the next number."""
 
     def __missing__(self, word: bytes) -> int:
         self[word] = number = len(self)
@@ -161,30 +164,31 @@ class WordIndex(WordTable):
 def number_words(
     sentences: list[str], split: WordSplitter, index: WordIndex
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(word numbers uint32 of the sentences laid end to end, number of words of each sentence
-    int32).
+    """Number the words of sentences.
 
-    `index[END]` must be 0. A sentence without words (zero-width characters alone) has 0.
+    index: the numbers so far, extended by new words; `index[END]` must be 0.
+    Returns uint32 (words,), the word numbers of all sentences end to end, and int32 (sentences,),
+    the number of words in each: 0 if it has none, as with zero-width characters alone.
     """
     numbers = index.look_up(split("\n".join([*sentences, ""])))
     return numbers[numbers > 0], sentence_sizes(numbers)
 
 
 def sentence_sizes(numbers: np.ndarray) -> np.ndarray:
-    """Words before each `END`, whose number is 0: int32."""
+    """Count the words before each `END`, whose number is 0: int32 (sentences,)."""
     return np.diff(np.flatnonzero(numbers == 0), prepend=-1).astype(np.int32) - 1
 
 
 # ---------------------------------------------------------------------------------- units
 
-LEFT, RIGHT = 2, 1  # sides of a word on which its unit ends whatever stands there
+LEFT, RIGHT = 2, 1  # sides of a word on which its masking unit ends
 
 
 class UnitIndex(WordTable):
-    """word with the cuts in and around it -> 4 x its number + `LEFT` + `RIGHT`, numbers being those
-    of `index`.
+    """Maps a word with the cuts in and around it to a code: 4 x its number in `index` + sides.
 
-    Cuts that touch no word have the code `RIGHT`, with the number of `END`.
+    The sides are `LEFT`, `RIGHT`, both or none. Cuts that touch no word have the code `RIGHT` and
+    the number of `END`.
     """
 
     def __init__(self, index: WordIndex, split: WordSplitter):
@@ -207,12 +211,13 @@ class UnitIndex(WordTable):
 def number_units(
     sentences: list[str], units: UnitIndex, segment: Segmenter
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `number_words` gives, and whether a masking unit starts at each word: bool.
+    """Number the words of sentences, and mark those that start a masking unit.
 
-    Two words are in one unit when the end of one and the start of the other are in one word of
-    `segment`, and neither is punctuation: a unit neither splits one of BERT's words nor spans
-    punctuation. In ASCII sentences each word is a unit. Raises `UserError` if what `segment` gives
-    is not the sentence, divided.
+    Returns what `number_words` does, and bool (words,), whether a masking unit starts at each word.
+    Raises `UserError` if the words of `segment` do not join to the sentence.
+    Adjacent words are in one unit if the end of the first and the start of the second are in the
+    same word of `segment`, and neither is punctuation. So a unit neither splits one of BERT's words
+    nor joins punctuation with another word. In ASCII sentences each word is a unit.
     """
     is_ascii = np.array([sentence.isascii() for sentence in sentences], bool)
     cuts = (s if s.isascii() else cut_sentence(s, segment) for s in sentences)
@@ -228,7 +233,7 @@ def number_units(
 
 
 def cut_sentence(sentence: str, segment: Segmenter) -> str:
-    """`sentence` with a `CUT` between any two words of `segment`."""
+    """Insert a `CUT` between any two words of `segment`; raises `UserError` if text is lost."""
     out = CUT.join(segment(sentence))
     if out.replace(CUT, "") != sentence:
         raise UserError(
@@ -239,7 +244,10 @@ def cut_sentence(sentence: str, segment: Segmenter) -> str:
 
 
 def load_segmenter(name: str | None) -> Segmenter | None:
-    """Load the function that `corpus.word_segmenter` names, if any; raises `UserError`."""
+    """Load the function that `corpus.word_segmenter` names; None if it is null.
+
+    Raises `UserError` if it cannot be imported.
+    """
     if name is None:
         return None
     if name == "segmenter":
