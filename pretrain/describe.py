@@ -11,7 +11,7 @@ from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import Config, Phase, phase_at
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 
 
 def describe_start(

@@ -14,7 +14,7 @@ from data_pipeline.sampling.baselines import accuracy, half_of, ranges
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.metrics import to_metrics
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 from pretrain.objectives import ROW
 
 SEED = 20181011  # of held-out pairs and masks, whatever the run's seed: runs can be compared

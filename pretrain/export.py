@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import shutil
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -29,8 +29,8 @@ from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, r
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig
-from pretrain.model import BertForPreTraining
 from pretrain.model_card import model_card, project_version
+from pretrain.models.bert import BertForPreTraining, from_hf, hf_config, to_hf
 
 FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # of every export
 PYTORCH_BIN = "pytorch_model.bin"
@@ -40,48 +40,6 @@ TITLE_BEFORE = "# BERT, pretrained from scratch with bert-pretrain\n"  # of card
 STAGE = ".bert-pretrain-export"  # holds the finished files on their way into an existing folder
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")
 DTYPES = ("float32", "bfloat16", "float16")
-NAMES = {  # ours -> transformers'; of a layer after "layers.N."
-    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
-    "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
-    "embeddings.token_type.weight": "bert.embeddings.token_type_embeddings.weight",
-    "embeddings.norm": "bert.embeddings.LayerNorm",
-    "pooler": "bert.pooler.dense",
-    "mlm.dense": "cls.predictions.transform.dense",
-    "mlm.norm": "cls.predictions.transform.LayerNorm",
-    "mlm.bias": "cls.predictions.bias",
-    "nsp": "cls.seq_relationship",
-}
-LAYER_NAMES = {
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-    "attention.out": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "norm": "output.LayerNorm",
-}
-
-
-def hf_name(name: str) -> str:
-    """Translate the name of one of our tensors into transformers'."""
-    if name in NAMES:
-        return NAMES[name]
-    stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
-    _, number, stem = stem.split(".", 2)
-    return f"bert.encoder.layer.{number}.{LAYER_NAMES[stem]}.{kind}"
-
-
-def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename our weights as transformers does; it ties the decoder itself, so that is left out."""
-    return {hf_name(name): tensor for name, tensor in state.items()}
-
-
-def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    """Select the tensors `names` of our model from transformers' weights."""
-    return {name: weights[hf_name(name)] for name in names}
 
 
 def export(
@@ -132,22 +90,6 @@ def export(
 
 def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def hf_config(config: ModelConfig, vocab_size: int, dtype: str = "float32") -> dict:
-    """Build the `config.json` of a model: BertConfig's names and values.
-
-    The dtype goes by its older name, which all versions of transformers read.
-    """
-    settings = asdict(config)
-    settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
-    return settings | {
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": True,
-        "torch_dtype": dtype,
-    }
 
 
 def load_export(folder: Path) -> BertForPreTraining:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from data_pipeline.sampling.batches import Batch
-from pretrain.config import ModelConfig
 
 # dense bf16 operations a second, from NVIDIA's data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
@@ -30,19 +29,6 @@ def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]
         metrics |= {f"{one.name}_loss": loss / count, f"{one.name}_accuracy": right / count}
         total += one.weight * loss / count
     return {f"{prefix}/{name}": value for name, value in (metrics | {"loss": total}).items()}
-
-
-def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
-    """Floating-point operations that training on a batch needs, backward included: two for each
-    product of a matrix multiplication, and the backward pass twice the forward's. Real tokens,
-    masked positions and pairs only; dropout, norms and activations are not counted.
-    """
-    size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
-    lengths = batch.cu_seqlens.diff()
-    attention = 2 * size * int((lengths * lengths).sum())  # each token with each of its sequence
-    layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
-    heads = len(batch.masked_labels) * size * (size + vocab_size) + len(lengths) * size * (size + 2)
-    return 3 * 2 * (model.num_hidden_layers * layer + heads)
 
 
 def compiled_graphs() -> int:

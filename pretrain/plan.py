@@ -22,8 +22,9 @@ from pretrain.config import Config, Phase, phases_of
 from pretrain.describe import show_sequence
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
-from pretrain.metrics import PEAK_FLOPS, count_flops
-from pretrain.model import TOKEN_MULTIPLE, BertForPreTraining
+from pretrain.metrics import PEAK_FLOPS
+from pretrain.models.bert import BertForPreTraining, count_flops
+from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.optim import build_optimizers
 from pretrain.run_setup import (
     build_accelerator,

@@ -1,11 +1,9 @@
 """What happens before the first step: processes, the folder of the run, and the checkpoint to go on
 from."""
 
-import ctypes
 import fcntl
 import json
 import os
-import platform
 import socket
 import sys
 import time
@@ -42,7 +40,8 @@ from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut
 from pretrain.export import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
+from pretrain.models.cpu import configure_cpu, cpu_supports
 from pretrain.objectives import objectives_of
 from pretrain.optim import build_optimizers
 from pretrain.sharding import wrap_model
@@ -138,11 +137,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         die_with_parent(os.getppid())
     cuda = torch.cuda.is_available()
     if not cuda:
-        keep_freed_memory()
-    if not cuda and platform.machine() == "x86_64" and not cpu_supports("amx_tile"):
-        # float32 products by oneDNN instead of MKL, 1.1 to 1.3 x as fast on AMD and as exact; other
-        # CPUs would take bf16 products, which `precision: bf16` asks for
-        torch.set_float32_matmul_precision("medium")
+        configure_cpu()
     precision = settings.precision
     if precision == "auto":
         if cuda:
@@ -165,25 +160,6 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     for phase in phases:
         count_passes(phase.train.global_batch_size, phase.train.micro_batch_size, world_size)
     return accelerator
-
-
-def cpu_supports(feature: str) -> bool:
-    """Whether the CPU has an instruction set, by torch's name for it; torch has no public question
-    for that, and where it drops this one the answer is no."""
-    ask = getattr(torch.cpu, f"_is_{feature}_supported", None)
-    return bool(ask and ask())
-
-
-def keep_freed_memory() -> None:
-    """Let the large tensors that one step frees serve the next.
-
-    The C library gives them back to the system and gets zeroed pages instead, 5 to 20 % of a step
-    on a CPU. Only glibc has this setting; elsewhere (macOS, musl) nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda parameter, value: None)
-    mmap_threshold, trim_threshold = -3, -1  # malloc.h
-    mallopt(mmap_threshold, 1 << 30)
-    mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def stop_all(message: str, accelerator: Accelerator) -> NoReturn:

@@ -22,7 +22,8 @@ from pretrain.config import Config, Phase, phase_at
 from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
 from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import export_checkpoint
-from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, to_metrics
+from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
+from pretrain.models.bert import count_flops
 from pretrain.monitor import Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate

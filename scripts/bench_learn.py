@@ -30,8 +30,8 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
-from pretrain.export import from_hf, hf_config, load_export, to_hf
-from pretrain.model import BertForPreTraining
+from pretrain.export import load_export
+from pretrain.models.bert import BertForPreTraining, from_hf, hf_config, to_hf
 from pretrain.train import train
 
 PEER_BATCH_SIZE, PEER_RATE = 32, 1e-3

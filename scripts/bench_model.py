@@ -27,9 +27,8 @@ from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.export import hf_config, to_hf
-from pretrain.metrics import count_flops, peak_flops
-from pretrain.model import BertForPreTraining
+from pretrain.metrics import peak_flops
+from pretrain.models.bert import BertForPreTraining, count_flops, hf_config, to_hf
 from pretrain.optim import build_optimizers
 
 SIZES = {  # layers, hidden size

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.sampling.batches import Batch
 from pretrain.export import load_export
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 
 SENTENCES = (
     "This method returns a new [MASK].",

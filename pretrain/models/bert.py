@@ -9,16 +9,18 @@ Shapes: B sequences, S tokens of the longest, T tokens in all, M masked position
 heads, V vocabulary.
 """
 
+from dataclasses import asdict
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.sampling.batches import Batch
-from pretrain.attention import attend
 from pretrain.config import ModelConfig
-from pretrain.dropout import Dropout
 from pretrain.loss import score_labels
+from pretrain.models.attention import attend
+from pretrain.models.cpu import TOKEN_MULTIPLE, Dropout
 from pretrain.objectives import ROW, objectives_of
 
 ACTIVATIONS = {
@@ -28,9 +30,27 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# A CPU computes on a multiple of so many tokens: oneDNN compiles a product for each new shape, a
-# sixth of a small model's step on two threads.
-TOKEN_MULTIPLE = 64
+NAMES = {  # ours -> transformers'; of a layer after "layers.N."
+    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
+    "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
+    "embeddings.token_type.weight": "bert.embeddings.token_type_embeddings.weight",
+    "embeddings.norm": "bert.embeddings.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "mlm.dense": "cls.predictions.transform.dense",
+    "mlm.norm": "cls.predictions.transform.LayerNorm",
+    "mlm.bias": "cls.predictions.bias",
+    "nsp": "cls.seq_relationship",
+}
+LAYER_NAMES = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "norm": "output.LayerNorm",
+}
 
 
 class Embeddings(nn.Module):
@@ -169,3 +189,56 @@ class BertForPreTraining(nn.Module):
         x = self.mlm(hidden.index_select(0, batch.masked_positions))
         mlm = F.linear(x, self.embeddings.word.weight, self.mlm.bias)
         return mlm, self.pair_logits(hidden, batch)
+
+
+def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
+    """Floating-point operations that training on a batch needs, backward included: two for each
+    product of a matrix multiplication, and the backward pass twice the forward's. Real tokens,
+    masked positions and pairs only; dropout, norms and activations are not counted.
+    """
+    size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
+    lengths = batch.cu_seqlens.diff()
+    attention = 2 * size * int((lengths * lengths).sum())  # each token with each of its sequence
+    layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
+    heads = len(batch.masked_labels) * size * (size + vocab_size) + len(lengths) * size * (size + 2)
+    return 3 * 2 * (model.num_hidden_layers * layer + heads)
+
+
+# --------------------------------------------------------------------------- for transformers
+
+
+def hf_name(name: str) -> str:
+    """Translate the name of one of our tensors into transformers'."""
+    if name in NAMES:
+        return NAMES[name]
+    stem, _, kind = name.rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{kind}"
+    _, number, stem = stem.split(".", 2)
+    return f"bert.encoder.layer.{number}.{LAYER_NAMES[stem]}.{kind}"
+
+
+def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename our weights as transformers does; it ties the decoder itself, so that is left out."""
+    return {hf_name(name): tensor for name, tensor in state.items()}
+
+
+def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    """Select the tensors `names` of our model from transformers' weights."""
+    return {name: weights[hf_name(name)] for name in names}
+
+
+def hf_config(config: ModelConfig, vocab_size: int, dtype: str = "float32") -> dict:
+    """Build the `config.json` of a model: BertConfig's names and values.
+
+    The dtype goes by its older name, which all versions of transformers read.
+    """
+    settings = asdict(config)
+    settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
+    return settings | {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+        "torch_dtype": dtype,
+    }
