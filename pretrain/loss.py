@@ -49,9 +49,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 wanted, highest = exact.gather(1, label), exact.amax(1, keepdim=True)
                 right += (wanted == highest).sum()
                 probabilities = exact.softmax(1)
-                rest = probabilities.amax(
-                    1, keepdim=True
-                ).log()  # the label's could be log 0
+                rest = probabilities.amax(1, keepdim=True).log()  # the label's could be log 0
                 loss += (highest - rest - wanted).sum()
                 if needs_grad:  # gradient of the scores: softmax - one-hot
                     block.copy_(probabilities.scatter_add_(1, label, -torch.ones_like(wanted)))
