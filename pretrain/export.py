@@ -36,8 +36,8 @@ FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # o
 PYTORCH_BIN = "pytorch_model.bin"
 MARKER = "export.json"
 SCHEMA = 1  # of the marker
+# title of the model card in exports by versions that wrote no marker
 TITLE_BEFORE = "# BERT, pretrained from scratch with bert-pretrain\n"
-# the first line of model cards in exports without a marker
 STAGE = ".bert-pretrain-export"  # staging folder for an existing OUT_DIR
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")
 DTYPES = ("float32", "bfloat16", "float16")
