@@ -2,8 +2,9 @@
 corpus, and the time and disk space of preparing it.
 
 A synthetic store in memory stands in for the real one. The real code draws its pairs and masks and
-trains on them; only the number of epochs is scaled to the size of the corpus. The constants were measured on 95 MB
-of English (books, encyclopaedia, news, technical prose) and checked on 36 MB of Chinese.
+trains on them; only the number of epochs is scaled to the size of the corpus. The constants were
+measured on 95 MB of English (books, encyclopaedia, news, technical prose) and checked on 36 MB of
+Chinese.
 """
 
 import os
