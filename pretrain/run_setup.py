@@ -301,7 +301,7 @@ def load_resume_state(
         if state.get("micro_batch_size", micro_batch_size) != micro_batch_size:
             accelerator.print(
                 f"train.micro_batch_size was {state['micro_batch_size']}, is {micro_batch_size}: "
-                "gradients stay the same, except for dropout, which is drawn per pass"
+                "the same gradients, but for dropout, which is drawn per pass"
             )
     state.pop("contract", None)
     return found[0], state | {"fingerprint": fingerprint, "micro_batch_size": micro_batch_size}
