@@ -14,11 +14,11 @@ As a library (`Config` and `load_config` are imported when they are first used):
 import os
 from importlib import import_module
 
-# Read when torch is loaded: turns that a thread waits for another before it sleeps. GNU's 300,000
-# make two threads twenty times as slow as one when another process needs a core; none halve the
-# speed of a small model on an idle machine.
+# Read when torch is loaded: how often a waiting OpenMP thread spins before it sleeps. GNU's default
+# of 300,000 makes two threads twenty times as slow as one when another process needs a core; 0
+# halves the speed of a small model on an idle machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-# Products of each new shape are made ready once and kept, 1,024 of them in up to a gigabyte.
+# Compiled matrix products that oneDNN keeps; its default of 1,024 takes up to a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 HOMES = {"Config": "pretrain.config", "load_config": "data_pipeline.config"}

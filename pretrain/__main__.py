@@ -1,5 +1,5 @@
-"""`accelerate launch -m pretrain CONFIG [key=value ...]`: train, go on where a run stopped, export
-at the end."""
+"""Train a model, resuming if the run has a checkpoint, and export it at the end:
+`accelerate launch -m pretrain CONFIG [key=value ...]`."""
 
 import argparse
 
@@ -15,7 +15,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     config = load_config(Config, args.config, args.overrides)
 
-    from pretrain.train import train  # after the config: a mistake in it shows at once
+    from pretrain.train import train  # slow, so a mistake in the config is reported first
 
     train(config)
 

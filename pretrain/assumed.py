@@ -1,9 +1,10 @@
-"""What a plan **assumes** where no data is prepared yet: a store made up in memory, the size of the
-corpus, and what preparing it takes.
+"""Estimate for `pretrain.plan` what is unknown before the data are prepared: the size of the
+corpus, and the time and disk space of preparing it.
 
-Pairs, masks and trial steps are drawn from the made-up store by the code that draws the real ones;
-only epochs are scaled to the size of the corpus. The constants were measured on 95 MB of English
-(books, encyclopaedia, news, technical prose) and checked on 36 MB of Chinese.
+A synthetic store in memory stands in for the real one. The real code draws its pairs and masks and
+trains on them; only the number of epochs is scaled to the size of the corpus. The constants were
+measured on 95 MB of English (books, encyclopaedia, news, technical prose) and checked on 36 MB of
+Chinese.
 """
 
 import os
@@ -36,58 +37,61 @@ from data_pipeline.vocabulary.training import (
 )
 from data_pipeline.vocabulary.words import WordSplitter
 
-# the store that is made up
+# the synthetic store
 STORE_TOKENS = 1 << 20
 SENTENCE_TOKENS, DOCUMENT_SENTENCES = (23, 0.65), (20, 1.47)  # log-normal: median, deviation of log
-CONTINUES = 16  # every so many pieces one that continues a word: 6 % of the tokens, found 5 %
+CONTINUES = 16  # one in so many pieces starts with ##: 6 % of its tokens; measured 5 %
 
 # the size of the corpus
-SAMPLE_FILES, SAMPLE_CHARACTERS = 8, 1 << 20  # of a source that words are counted in
-UNPACKED = {".gz": 2.8, ".bz2": 3.7, ".xz": 3.8, ".zst": 2.8}  # bytes of text to a byte of file
-UNPACKED |= {".parquet": 1.7}  # by snappy; zstd packs to 2.4
-BYTES_PER_TOKEN = 4.6  # of text that is not there to be looked at; Chinese 3.1
+SAMPLE_FILES, SAMPLE_CHARACTERS = 8, 1 << 20  # per source, to count words in
+UNPACKED = {".gz": 2.8, ".bz2": 3.7, ".xz": 3.8, ".zst": 2.8}  # bytes of text per byte of file
+UNPACKED |= {".parquet": 1.7}  # with snappy; 2.4 with zstd
+BYTES_PER_TOKEN = 4.6  # if there is no text to measure; Chinese 3.1
 
 # preparation
-TOKENS_PER_SECOND = 3.1e6  # of one core: 14.5 MB of English
-SEGMENTED_PER_SECOND = 1.2e6  # where a segmenter says what words are
-START_SECONDS, VOCABULARY_SECONDS = 2, 5  # processes; 30,522 pieces from 20 M tokens, on one core
-MOST_VOCABULARY_SECONDS = 120  # past 4 M distinct words no more are kept
+TOKENS_PER_SECOND = 3.1e6  # per core; 14.5 MB of English
+SEGMENTED_PER_SECOND = 1.2e6  # with a word segmenter
+START_SECONDS, VOCABULARY_SECONDS = (
+    2,
+    5,
+)  # processes; 30,522 pieces from 20 M tokens
+MOST_VOCABULARY_SECONDS = 120  # at most 4 M distinct words are kept
 
 
 @dataclass
 class CorpusSize:
-    """How much text a corpus holds, about."""
+    """Estimated size of a corpus."""
 
     tokens: float
-    """As read, each source once."""
+    """Tokens read, each source once."""
     stored_tokens: float
-    """In the store: each source as often as its weight says."""
+    """Tokens in the store, each source times its weight."""
     copied_bytes: float
-    """Text that preparation keeps a copy of, since reading it again would be slow."""
+    """Bytes of text that preparation copies because reading it twice would be slow."""
     file_chunks: float
-    """Parts that can be read at a time, one by each process."""
+    """Number of file chunks, each read by one process."""
     found: str
-    """How the size was found, for the reader."""
+    """How the size was estimated, for the table."""
 
 
 @dataclass
 class Preparation:
-    """What `python -m data_pipeline` takes, about."""
+    """Estimated time and disk space of `python -m data_pipeline`."""
 
     seconds: float
     cores: int
     store_bytes: float
     most_bytes: float
-    """In `data_dir` just before the work is done: work folder and store."""
+    """Peak size of `data_dir`: work folder and store."""
 
 
 @dataclass
 class Assumed:
-    """What stands in for the prepared data; `lines` name every assumption."""
+    """Stand-in for the prepared data; `lines` state every assumption."""
 
     store: TokenStore
     train_tokens: float | None
-    """Tokens of an epoch; None if nobody knows."""
+    """Tokens per epoch; None if unknown."""
     preparation: Preparation | None
     lines: list[str]
 
@@ -98,9 +102,9 @@ def has_store(config: DataConfig) -> bool:
 
 
 def assume_data(config: DataConfig, tokens: float | None = None) -> Assumed:
-    """Stand in for data that is not prepared: a made-up store, and the size of the real one.
+    """Build a stand-in for data that are not prepared: a synthetic store and size estimates.
 
-    tokens: those of the corpus, by whoever knows; None: estimated from its files.
+    tokens: size of the corpus, if the user knows it; None: estimate it from the files.
     Raises `UserError` if the vocabulary at `vocab.path` cannot be used.
     """
     vocabulary, origin = make_up_vocabulary(config.vocab)
@@ -131,7 +135,7 @@ def assume_data(config: DataConfig, tokens: float | None = None) -> Assumed:
 
 
 def round_off(number: float) -> str:
-    """Three digits of a number that nobody knows better."""
+    """Format an estimate with three significant digits."""
     return f"{float(f'{number:.3g}'):,.0f}"
 
 
@@ -139,9 +143,10 @@ def round_off(number: float) -> str:
 
 
 def make_up_vocabulary(vocab: VocabConfig) -> tuple[Vocabulary, str]:
-    """(a vocabulary of the size that preparation will make, where that size is from).
+    """Make up a vocabulary of the size that preparation will give it.
 
-    The pieces at `vocab.path` are taken as they are, so that the model meets their ids.
+    Keeps the pieces at `vocab.path`, so that their ids are real. Returns (vocabulary, origin of its
+    size).
     """
     pieces = read_existing(vocab)
     origin = "vocab.path" if pieces else "vocab.size" if vocab.size else "vocab.size by default"
@@ -154,7 +159,7 @@ def make_up_vocabulary(vocab: VocabConfig) -> tuple[Vocabulary, str]:
 
 
 def make_up_store(vocabulary: Vocabulary) -> TokenStore:
-    """A store in memory: sentences and documents of usual lengths, tokens by Zipf's law."""
+    """Draw a store in memory: typical sentence and document lengths, tokens by Zipf's law."""
     random = np.random.default_rng(0)
 
     def draw_lengths(total: float, median: float, deviation: float) -> np.ndarray:
@@ -181,9 +186,9 @@ def make_up_store(vocabulary: Vocabulary) -> TokenStore:
 
 
 def measure_files(corpus: CorpusConfig, vocab: VocabConfig, vocab_size: int) -> CorpusSize:
-    """Estimate the size of a corpus from those of its files and the words of a sample.
+    """Estimate the size of a corpus from its file sizes and the words of a sample.
 
-    Raises `UserError` if files are missing or hold no text, or a source is no files.
+    Raises `UserError` if files are missing or empty, or a source does not consist of files.
     """
     size, file_bytes, text_bytes = CorpusSize(0, 0, 0, 0, ""), 0, 0.0
     for source in corpus.each_source():
@@ -207,12 +212,15 @@ def measure_files(corpus: CorpusConfig, vocab: VocabConfig, vocab_size: int) -> 
 
 
 def is_compared(corpus: CorpusConfig) -> bool:
-    """Whether a corpus of any size worth planning is read for hashes before it is scanned."""
+    """Tell whether preparation reads a corpus twice: for hashes, then for words."""
     return corpus.deduplicate or any(source.weight % 1 for source in corpus.each_source())
 
 
 def take_tokens(tokens: float, corpus: CorpusConfig, files: CorpusSize | None) -> CorpusSize:
-    """The size of a corpus of so many tokens, weights included; `files`: what its files say."""
+    """Build the size of a corpus from a number of tokens, which includes source weights.
+
+    files: the estimate from its files, if there is one.
+    """
     copied = files.copied_bytes if files else 0.0
     if any(not source.files for source in corpus.each_source()) and is_compared(corpus):
         copied = tokens * BYTES_PER_TOKEN
@@ -220,7 +228,7 @@ def take_tokens(tokens: float, corpus: CorpusConfig, files: CorpusSize | None) -
 
 
 def sample_text(paths: list[str], source: SourceConfig) -> str:
-    """The first lines of some files of a source, by the code that prepares them."""
+    """Read the start of some files of a source, with the readers of preparation."""
     taken = []
     chosen = paths[:: -(-len(paths) // SAMPLE_FILES)]
     for path in chosen:
@@ -236,10 +244,10 @@ def sample_text(paths: list[str], source: SourceConfig) -> str:
 
 
 def measure_density(text: str, source: SourceConfig, vocab: VocabConfig, vocab_size: int) -> float:
-    """Tokens a byte of text: words by BERT's rule, times pieces a word.
+    """Estimate the tokens per byte of text: words by BERT's pre-tokeniser, times pieces per word.
 
-    The rule for these follows English within 2 %: 1.48 with 2,100 pieces, 1.07 with 30,522. Chinese
-    has 1.01, its words being characters: the rule is 8 % above.
+    Pieces per word follow from the vocabulary size, for English within 2 % (1.48 with 2,100 pieces,
+    1.07 with 30,522). For Chinese, where each character is a word, the estimate is 8 % too high.
     """
     words = len(WordSplitter(build_normalizer(vocab))(text.replace("\n", " ")).starts)
     if not words:
@@ -252,17 +260,17 @@ def measure_density(text: str, source: SourceConfig, vocab: VocabConfig, vocab_s
 
 
 def estimate_preparation(size: CorpusSize, config: DataConfig, vocab_size: int) -> Preparation:
-    """Time and disk that preparation takes on this machine.
+    """Estimate the time and disk space of preparation on this machine.
 
-    Until the store is there, the work folder holds numbered words (`scan_chunk`: 4.7 bytes a token
-    with the lists of words, 1 more with a segmenter), the token ids of each file chunk, as large as
-    the store, and copies of text (`hash_chunk`).
+    Until the store is finished, the work folder holds word ids (`scan_chunk`: 4.7 bytes per token
+    with the word lists, 1 more with a segmenter), the token ids of each file chunk (as large as the
+    store) and copies of text (`hash_chunk`).
     """
     segmented = any(source.word_segmenter for source in config.corpus.each_source())
     cores = int(max(1, min(count_cpus(), size.file_chunks)))
     speed = cores * (SEGMENTED_PER_SECOND if segmented else TOKENS_PER_SECOND)
     seconds = START_SECONDS + size.tokens / speed
-    if config.vocab.path is None:  # distinct words grow with the root of the text
+    if config.vocab.path is None:  # distinct words grow with the square root of the text
         learning = VOCABULARY_SECONDS * (size.tokens / 20e6) ** 0.5
         seconds += min(learning, MOST_VOCABULARY_SECONDS)
     stored = size.stored_tokens * (np.dtype(dtype_of(vocab_size)).itemsize + 0.3)  # and offsets

@@ -1,9 +1,10 @@
-"""Once in a while: the state of a run on disk, whole or not at all.
+"""Save and load the state of a run, atomically.
 
 `checkpoints/step-00001000/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and,
-written last, `manifest.json` with the sha256 of the others. It is written beside, synced and
-renamed; what does not match its manifest is set aside as `.corrupt` and the checkpoint before it
-taken. No pickle, no generator state: whatever is drawn is a function of the step.
+written last, `manifest.json` with the sha256 of the others. A checkpoint is written to a
+temporary folder, synced and renamed. One that does not match its manifest is renamed to `.corrupt`,
+and the checkpoint before it is used. It holds no pickle, and no generator state, since all random
+numbers are a function of the step.
 """
 
 import json
@@ -34,8 +35,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step-N` for `state["step"]` = N, then remove all but the newest `keep`.
 
-    All processes call it, since each may hold a share of the tensors; the one that `writes` does.
-    Raises `UserError` if there is no space for it; the checkpoints before it stay.
+    A collective call, since tensors may be sharded; only the process with `writes` writes.
+    Raises `UserError` if writing fails, as on a full disk; earlier checkpoints stay.
     """
     model_tensors = tensors_of(model.state_dict(), writes)
     optimizer_tensors = tensors_of(optimizer_state(model, optimizers), writes)
@@ -73,7 +74,7 @@ def save_checkpoint(
 
 
 def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, made one after the other; none is kept unless `keep`."""
+    """Gather unsharded tensors on the CPU, one at a time; returns none of them unless `keep`."""
     tensors = ((name, unshard(tensor.detach())) for name, tensor in state.items())
     return {name: tensor.cpu().contiguous() for name, tensor in tensors if keep}
 
@@ -81,7 +82,7 @@ def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Te
 def optimizer_state(
     model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
-    """`NAME/KEY` -> tensor, for each key of the optimizer's state of parameter NAME."""
+    """Collect the optimizers' states as `PARAMETER/KEY` -> tensor."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         f"{names[id(parameter)]}/{key}": value
@@ -100,12 +101,12 @@ def sync(path: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders, oldest first; other names are not ours."""
+    """List the checkpoint folders, oldest first; other files and links are ignored."""
     return sorted(p for p in folder.glob("step-*") if NAME.fullmatch(p.name) and not p.is_symlink())
 
 
 def find_fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None if they are as they were written."""
+    """Check a checkpoint against its manifest; returns the fault, or None."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         for name in FILES:
@@ -117,7 +118,7 @@ def find_fault(checkpoint: Path) -> str | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest sound checkpoint, or None; damaged ones are set aside with a warning."""
+    """Find the newest intact checkpoint, or None; damaged ones are renamed, with a warning."""
     for checkpoint in reversed(list_checkpoints(folder)):
         fault = find_fault(checkpoint)
         if fault is None:
@@ -130,7 +131,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def to_json(value, indent: int | None = None) -> str:
-    """A value as JSON, which has no NaN and no infinity: null in their place."""
+    """Encode a value as JSON, with null for NaN and infinities, which JSON lacks."""
 
     def finite(part):
         if isinstance(part, dict):
@@ -143,12 +144,12 @@ def to_json(value, indent: int | None = None) -> str:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """What `save_checkpoint` was given as `state`."""
+    """Read the `state` that `save_checkpoint` was given."""
     return json.loads((checkpoint / "state.json").read_text())
 
 
 def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
-    """Load the weights; raises `UserError` if they are of another model shape."""
+    """Load the weights; raises `UserError` if their shapes differ from the model's."""
     try:
         model.load_state_dict(load_file(checkpoint / "model.safetensors"))
     except RuntimeError as error:
@@ -159,7 +160,7 @@ def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
 def load_optimizers(
     checkpoint: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Load what `optimizer_state` wrote."""
+    """Load the states of the optimizers from a checkpoint."""
     parameters = dict(model.named_parameters())
     owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
     for name, value in load_file(checkpoint / "optimizer.safetensors").items():

@@ -1,4 +1,4 @@
-"""The config of a run: the data's sections, and those of model, training, tracking and export."""
+"""Define the config of a run: the sections of the data, model, train, tracking and export."""
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -11,8 +11,8 @@ from data_pipeline.config import DataConfig, PairsConfig, check, check_choice
 
 @dataclass
 class ModelConfig:
-    """BertConfig's own names, meanings and defaults; the size of the vocabulary comes with the
-    vocabulary."""
+    """The encoder, with BertConfig's names, meanings and defaults; the vocabulary sets its own
+    size."""
 
     hidden_size: int = 768
     """Width D of the encoder."""
@@ -29,7 +29,7 @@ class ModelConfig:
     attention_probs_dropout_prob: float = 0.1
     """Dropout of attention weights, in training."""
     max_position_embeddings: int = 512
-    """Longest sequence that the model can ever take, tokens."""
+    """Longest sequence that the model accepts, in tokens."""
     type_vocab_size: int = 2
     """Segment types."""
     initializer_range: float = 0.02
@@ -65,18 +65,18 @@ class ModelConfig:
 
 @dataclass
 class PhaseConfig:
-    """Some steps of a run; what is null is as `data` and `train` say."""
+    """Settings of consecutive steps of a run; null: as in `data` and `train`."""
 
     steps: float = 0
-    """Updates of the phase; below 1, its share of `train.max_steps`."""
+    """Updates of the phase; below 1: its share of `train.max_steps`."""
     max_seq_length: int | None = None
-    """As in `data`, and so the three below; the evaluation keeps to `data`, to be comparable."""
+    """As in `data`, like the three below. The evaluation always uses `data`, to stay comparable."""
     masked_lm_prob: float | None = None
-    """Share of the ordinary tokens that are predicted."""
+    """Probability that a token is predicted."""
     max_predictions_per_seq: int | None = None
-    """Most tokens that are predicted in a sequence."""
+    """Largest number of predicted tokens per sequence."""
     short_seq_prob: float | None = None
-    """Share of the sequences that aim at a random shorter length."""
+    """Share of sequences with a random shorter target length."""
     global_batch_size: int | None = None
     """Sequences of an update, over all processes."""
     micro_batch_size: int | None = None
@@ -85,40 +85,39 @@ class PhaseConfig:
     """Starts a new schedule, warm-up included, which ends where the next one starts; null: continue
     the current schedule."""
     warmup_steps: float | None = None
-    """Updates of the warm-up of this phase's schedule; below 1, their share of its steps."""
+    """Updates of warm-up in this phase's schedule; below 1: their share of its steps."""
 
 
 @dataclass
 class TrainConfig:
     max_steps: int = 1_000_000
-    """Updates in all; the learning rate is 0 after the last."""
+    """Updates in total; the learning rate reaches 0 after the last."""
     extend: bool = False
-    """Let a run go on with another `max_steps` although the learning rate of the steps that are
-    done would have been another; it goes on with that of the new schedule."""
+    """Resume with a different `max_steps` even if its schedule would have given the finished steps
+    other learning rates; training continues on the new schedule."""
     phases: list[PhaseConfig] = field(default_factory=list)
-    """Phases one after the other, such as 128 tokens and then 512: shares that add up to 1, or
-    steps that add up to max_steps."""
+    """Consecutive phases, such as 128 tokens and then 512. Their `steps` are shares that add up to
+    1, or numbers that add up to max_steps."""
     global_batch_size: int = 256
     """Sequences of an update, over all processes."""
     micro_batch_size: int = 32
-    """Most sequences in one forward pass of one process, as its memory allows. The global batch is
-    divided evenly among processes, and their shares among as few passes as that takes; the gradient
-    is the same however it is divided (dropout is drawn per pass)."""
+    """Largest number of sequences in one forward pass of one process; choose it by memory. The
+    global batch is divided evenly among processes, and each part among as few passes as possible.
+    The gradient does not depend on the division, except for dropout, which is drawn per pass."""
     optimizer: str = "adamw"
-    """`adamw`; `muon` for the matrices of the encoder and AdamW for the rest; or `lamb`, for
-    batches of many thousands, in which what does not decay is updated as by AdamW."""
+    """`adamw`; `muon` (Muon for the matrices of the encoder, AdamW for the rest); or `lamb`, for
+    batches of many thousand sequences."""
     learning_rate: float = 1e-4
-    """Highest learning rate, at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     warmup_steps: float = 0.01
-    """Updates of linear warm-up; below 1, their share of the steps of the schedule."""
+    """Updates of linear warm-up; below 1: their share of the schedule's steps."""
     schedule: str = "linear"
-    """From the end of the warm-up to 0 at the end of the run: `linear`, `cosine`, `polynomial`, or
-    `trapezoid`, which stays at the top until `decay_steps` before the end and then falls linearly.
-    """
+    """Decay from the end of the warm-up to 0 at the end of the run: `linear`, `cosine`,
+    `polynomial`, or `trapezoid` (constant until `decay_steps` before the end, then linear)."""
     decay_power: float = 0.5
-    """Power p of `polynomial`: (share of the steps that is left) ** p."""
+    """Exponent p of `polynomial`: (remaining share of the decay) ** p."""
     decay_steps: float | None = None
-    """Updates of the fall of `trapezoid`; below 1, their share of the steps of the schedule."""
+    """Updates of the decay of `trapezoid`; below 1: their share of the schedule's steps."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; biases and norms have none."""
     adam_beta1: float = 0.9
@@ -128,28 +127,28 @@ class TrainConfig:
     adam_epsilon: float = 1e-6
     """Added to the root of the squared gradients."""
     max_grad_norm: float = 1.0
-    """Norm that the gradient is clipped to; 0: no clipping."""
+    """Largest gradient norm, to which gradients are clipped; 0: no clipping."""
     gradient_checkpointing: bool = False
-    """Keep only what goes into each layer for the backward pass and compute the rest again: the
-    same numbers in less memory, a third more compute."""
+    """Store only the input of each layer and recompute the rest in the backward pass: the same
+    results in less memory, with a third more compute."""
     precision: str = "auto"
-    """`fp32`, `bf16` (autocast), or `auto`: bf16 where the GPU or CPU multiplies it natively (on a
-    CPU 1.6 to 1.8 x as fast), fp32 elsewhere."""
+    """`fp32`, `bf16` (autocast), or `auto`: bf16 where the GPU or CPU has bf16 instructions (on a
+    CPU 1.6 to 1.8 times as fast), fp32 elsewhere."""
     compile: bool | None = None
-    """Whether torch.compile fuses the layers; null: on a GPU. A CPU gains nothing that a
-    measurement shows."""
+    """Compile the layers with torch.compile; null: on a GPU only, since a CPU gains nothing
+    measurable."""
     log_every: int = 10
     """Updates between lines of metrics.jsonl."""
     eval_every: int = 1000
-    """Updates between evaluations on the held-out split; there is one at the end in any case."""
+    """Updates between evaluations on the held-out split; the last step always evaluates."""
     eval_examples: int = 4000
-    """Most held-out pairs that are evaluated, always the same ones with the same masks."""
+    """Largest number of held-out pairs to evaluate, always the same pairs with the same masks."""
     save_every: int = 1000
-    """Updates between checkpoints; there is one at the end in any case."""
+    """Updates between checkpoints; the last step always saves."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     timeout_s: int = 600
-    """Seconds after which a process that waits for another gives up."""
+    """Seconds that a process waits for the others before it fails."""
 
     def validate(self) -> None:
         check_choice("train.optimizer", self.optimizer, ("adamw", "muon", "lamb"))
@@ -186,28 +185,26 @@ class TrainConfig:
 
 
 def check_steps(name: str, value: float) -> None:
-    """Raise `UserError` unless `value` is a number of steps or a share of them."""
+    """Check that a value is a whole number of steps or a share below 1; raises `UserError`."""
     whole = value == int(value)
     check(value >= 0 and (value < 1 or whole), f"{name} {value:g} is neither steps nor a share")
 
 
 def count_steps(value: float, total: int) -> int:
-    """Steps from a number of them, or from a share of `total` if it is below 1: 0.06 of 1,000 is
-    60."""
+    """Convert a number of steps, or a share of `total` below 1, to steps: 0.06 of 1,000 is 60."""
     return round(value * total) if value < 1 else int(value)
 
 
 @dataclass
 class TrackingConfig:
     wandb: str | None = None
-    """Project on wandb to report to; null: none. WANDB_MODE=offline keeps it on this machine."""
+    """wandb project to report to; null: none. WANDB_MODE=offline keeps the data local."""
 
 
 @dataclass
 class ExportConfig:
     license: str | None = None
-    """Licence of the exported model, by its hub identifier, for the model card; null: not
-    stated."""
+    """Licence in the model card, by its identifier on the hub; null: not stated."""
 
 
 @dataclass
@@ -215,11 +212,11 @@ class Config(DataConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     """The encoder."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How it is trained."""
+    """Optimizer, schedule, batch size and intervals."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Who is told about it."""
+    """Experiment tracking."""
     export: ExportConfig = field(default_factory=ExportConfig)
-    """What the exported folder says of the model."""
+    """Model card of the export."""
 
     def validate(self) -> None:
         super().validate()
@@ -285,14 +282,14 @@ class Phase:
     seed: int
     """Seed of the phase's data."""
     data: PairsConfig
-    """As the config's `data`, with what the phase gives."""
+    """`data` of the config, with the overrides of the phase."""
     train: TrainConfig
-    """As the config's `train`, with what the phase gives; `max_steps`, `warmup_steps` and
-    `decay_steps` are those of the schedule, in steps."""
+    """`train` of the config, with the overrides of the phase; `max_steps`, `warmup_steps` and
+    `decay_steps` describe its schedule, in steps."""
 
 
 def phases_of(config: Config) -> list[Phase]:
-    """The phases of a run, one after the other; a run without `train.phases` is one."""
+    """Resolve the phases of a run, in order; a run without `train.phases` has one."""
     train = replace(config.train, phases=[])
     listed = config.train.phases or [PhaseConfig(steps=train.max_steps)]
     edges = phase_edges([phase.steps for phase in listed], train.max_steps)
@@ -301,7 +298,7 @@ def phases_of(config: Config) -> list[Phase]:
         given = {name: value for name, value in vars(phase).items() if value is not None}
         del given["steps"]
         data = {name: given.pop(name) for name in list(given) if hasattr(config.data, name)}
-        if i == 0 or phase.learning_rate is not None:  # a schedule begins, and lasts to the next
+        if i == 0 or phase.learning_rate is not None:  # starts a schedule, up to the next
             later = (k for k in range(i + 1, len(listed)) if listed[k].learning_rate is not None)
             schedule_start, steps = edges[i], edges[next(later, len(listed))] - edges[i]
             schedule = replace(
@@ -326,8 +323,7 @@ def phases_of(config: Config) -> list[Phase]:
 
 
 def phase_edges(steps: list[float], max_steps: int) -> list[int]:
-    """The first step of each phase, and the end; shares of `max_steps` are rounded to one step at
-    least."""
+    """Compute the first step of each phase, and the end; each phase gets at least one step."""
     sizes = [value * max_steps if value < 1 else value for value in steps]
     edges = [round(edge) for edge in accumulate(sizes, initial=0)]
     for i in range(1, len(steps)):
@@ -336,5 +332,5 @@ def phase_edges(steps: list[float], max_steps: int) -> list[int]:
 
 
 def phase_at(phases: list[Phase], step: int) -> Phase:
-    """The phase that a step lies in; the last one at the end of the run."""
+    """Find the phase of a step; at the end of the run, the last."""
     return next((phase for phase in phases if step < phase.end), phases[-1])

@@ -1,4 +1,4 @@
-"""What a run says: at its start, at each evaluation, and at its end."""
+"""Describe a run on the terminal: at its start, at each evaluation, and at its end."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import Config, Phase, phase_at
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 
 
 def describe_start(
@@ -22,8 +22,7 @@ def describe_start(
     start: int,
     accelerator: Accelerator,
 ) -> None:
-    """Print the run as it starts: size, how each step is divided, and one pair as the model sees
-    it."""
+    """Print the size of the model, how each step is divided, and one input sequence."""
     processes, steps = accelerator.num_processes, config.train.max_steps
     print(f"run: {config.run_dir}, whose config.yaml has all settings; step {start:,} to {steps:,}")
     print(
@@ -48,8 +47,7 @@ def describe_start(
 
 
 def show_sequence(batch: Batch, vocabulary: Vocabulary, objective: str) -> str:
-    """A batch of one sequence as the model sees it: its label, and what it has to predict in
-    parentheses."""
+    """Format a batch of one sequence: pair label, tokens, and MLM labels in parentheses."""
     pieces = vocabulary.pieces
     labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
     words = (
@@ -62,9 +60,9 @@ def show_sequence(batch: Batch, vocabulary: Vocabulary, objective: str) -> str:
 
 @dataclass
 class TimeLeft:
-    """How long a run will still take, from how long it has taken since `start`.
+    """Estimate the remaining time of a run from its speed since `start`.
 
-    A step of a phase counts as its tokens, so that long sequences at the end are foreseen.
+    A step counts as its number of tokens, so that a last phase of long sequences is included.
     """
 
     phases: list[Phase]
@@ -85,7 +83,7 @@ class TimeLeft:
 
 
 def say_duration(seconds: float) -> str:
-    """A time in the largest unit of which it is at least two."""
+    """Format a time in the largest unit that it has at least two of."""
     for name, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {name}"
@@ -93,7 +91,7 @@ def say_duration(seconds: float) -> str:
 
 
 def say_evaluation(metrics: dict[str, float]) -> str:
-    """The held-out results beside what needs no model."""
+    """Summarize the held-out results beside their baselines."""
     line = (
         f"held-out MLM loss {metrics['eval/mlm_loss']:.3f} nats (unigram entropy "
         f"{metrics['eval/unigram_entropy']:.3f}), accuracy {metrics['eval/mlm_accuracy']:.3f}"
@@ -105,7 +103,7 @@ def say_evaluation(metrics: dict[str, float]) -> str:
 
 
 def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
-    """The training losses of the last steps, speed and the time that is left, for the bar."""
+    """Summarize recent losses, speed and remaining time for the progress bar."""
     losses = f"MLM {metrics['train/mlm_loss']:.3f}"
     if "train/nsp_loss" in metrics:
         losses += f", NSP {metrics['train/nsp_loss']:.3f}"
@@ -114,7 +112,7 @@ def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
 
 
 def say_quality(metrics: dict[str, float]) -> str:
-    """How good the model is on held-out text, in words."""
+    """Summarize in words how good the model is on held-out text."""
     entropy, loss = metrics["eval/unigram_entropy"], metrics["eval/mlm_loss"]
     compared = "better" if loss < entropy else "worse"
     line = (
@@ -129,7 +127,7 @@ def say_quality(metrics: dict[str, float]) -> str:
 
 
 def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str, float]) -> None:
-    """Print what the run has come to, where everything lies, and what can be done with it."""
+    """Print the results of a run, its output files, and how to train further."""
     print(f"done: {step:,} steps; this command trained for {say_duration(seconds)}")
     print(say_quality(evaluation) if evaluation else "no text is held out to measure the model by")
     checkpoints = list_checkpoints(run_dir / "checkpoints")

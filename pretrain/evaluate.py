@@ -1,5 +1,4 @@
-"""Once in a while: what the model has learned, on held-out documents with pairs and masks that
-never change."""
+"""Evaluate the model on held-out documents, always with the same pairs and masks."""
 
 import math
 from pathlib import Path
@@ -14,25 +13,26 @@ from data_pipeline.sampling.baselines import accuracy, half_of, ranges
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.metrics import to_metrics
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 from pretrain.objectives import ROW
 
-SEED = 20181011  # of held-out pairs and masks, whatever the run's seed: runs can be compared
-SAMPLE = 1 << 25  # tokens of the training split that frequencies are counted in, about
-FREQUENT, MEDIUM = 0.01, 0.11  # of the pieces by frequency: bands of 1 %, 10 % and the rest
-GROUPS = (  # of masked tokens, by what is added to the metric's name
+SEED = 20181011  # of held-out pairs and masks, independent of the run's seed, to compare runs
+SAMPLE = 1 << 25  # tokens of the training split to count frequencies in, approximately
+FREQUENT, MEDIUM = 0.01, 0.11  # bands of the vocabulary by frequency: 1 %, 10 % and the rest
+GROUPS = (  # groups of masked tokens, as suffixes of the metrics
     "",  # all
-    *("_mask", "_random", "_kept"),  # what the model sees in the token's place
-    *("_1_piece", "_2_pieces", "_3_or_more_pieces"),  # of the word that it belongs to
-    *("_frequent", "_medium", "_rare"),  # the bands above
+    *("_mask", "_random", "_kept"),  # by the input at the masked position
+    *("_1_piece", "_2_pieces", "_3_or_more_pieces"),  # by the length of the token's word
+    *("_frequent", "_medium", "_rare"),  # by the bands above
 )
 
 
 class HeldOut:
-    """The held-out pairs of a data folder, this rank's share of them, and the baselines to beat.
+    """The held-out batches of this rank, with the baselines of models that read no context.
 
-    `train` is the training split, which says how frequent a token is. Raises `UserError` if the
-    held-out documents cannot give pairs.
+    train: the training split, in which token frequencies are counted.
+    examples: evaluate at most this many pairs.
+    Raises `UserError` if the held-out documents cannot give pairs.
     """
 
     def __init__(
@@ -51,10 +51,12 @@ class HeldOut:
         self.size = min(examples, source.part_size(0))
         starts = range(0, self.size, micro_batch_size)
         bands = frequency_bands(sample_counts(train))
-        self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # `token_groups`; is it counted
+        self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # batch, `token_groups`, counted?
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        for i in range(rank, -(-len(starts) // ranks) * ranks, ranks):  # as many on each rank:
-            start = starts[i % len(starts)]  # those with shards of a model compute together
+        for i in range(rank, -(-len(starts) // ranks) * ranks, ranks):
+            # equally many on each rank, since a sharded model needs all ranks in each forward pass;
+            # the repeated batches at the end do not count
+            start = starts[i % len(starts)]
             count = min(micro_batch_size, self.size - start)
             batch = source.batch(start, count)
             sizes = word_sizes(store, source.examples(start, count)[0], batch)
@@ -72,19 +74,22 @@ class HeldOut:
 
 
 def sample_counts(store: TokenStore) -> np.ndarray:
-    """How often each piece occurs in a sample of a split: int64 (V,)."""
+    """Count each token in a sample of a split, int64 (V,)."""
     return store.token_counts(every=len(store) // SAMPLE + 1)
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Nats a token: the loss of a model that knows how often each token occurs, and no context."""
+    """Compute the loss (nats) of a model that knows token frequencies and uses no context."""
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
 
 def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
-    """NSP accuracy of the best guess from the lengths of A and B, learned on the pairs of one half
-    of the documents and judged on the other's; the mean of both ways."""
+    """Compute the NSP accuracy that the lengths of A and B alone allow.
+
+    Fits the best guess on the pairs of one half of the documents, measures it on the other half,
+    and averages over both directions.
+    """
     starts = store.sentence_offsets[store.document_offsets]
     half = half_of(np.searchsorted(starts, pairs["a_start"], side="right"))
     label = pairs["label"].astype(bool)
@@ -95,16 +100,19 @@ def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
 
 
 def frequency_bands(counts: np.ndarray) -> np.ndarray:
-    """0, 1 or 2 for each piece: the most frequent 1 % of the vocabulary, the next 10 %, the
-    rest."""
+    """Assign each token a band: 0 for the most frequent 1 % of the vocabulary, 1 for the next 10 %,
+    2 for the rest.
+    """
     rank = np.empty(len(counts), np.int64)
     rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
     return (rank >= FREQUENT * len(counts)).astype(np.int64) + (rank >= MEDIUM * len(counts))
 
 
 def word_sizes(store: TokenStore, pairs: np.ndarray, batch: Batch) -> np.ndarray:
-    """Pieces, in its segment, of the word that each masked token belongs to, however it was masked:
-    int64 (M,)."""
+    """Count the tokens of the word that each masked token belongs to, int64 (M,).
+
+    A word that a segment cuts off counts with the tokens inside the segment.
+    """
     starts, ends = (np.stack([pairs[f"a_{x}"], pairs[f"b_{x}"]], 1) for x in ("start", "end"))
     first = batch.cu_seqlens.numpy()[:-1, None] + 1 + [0, 1] * (1 + ends - starts)[:, :1]
     starts, ends, first = starts.ravel(), ends.ravel(), first.ravel()
@@ -119,8 +127,10 @@ def word_sizes(store: TokenStore, pairs: np.ndarray, batch: Batch) -> np.ndarray
 def token_groups(
     batch: Batch, sizes: np.ndarray, bands: np.ndarray, vocabulary: Vocabulary
 ) -> torch.Tensor:
-    """Which of `GROUPS` each masked token is in: bool (10, M). A random token that happens to be
-    the label counts as kept."""
+    """Assign masked tokens to the `GROUPS`, bool (10, M).
+
+    A random token that happens to equal the label counts as kept.
+    """
     seen, label = batch.input_ids[batch.masked_positions].numpy(), batch.masked_labels.numpy()
     is_mask, is_label, band = seen == vocabulary["[MASK]"], seen == label, bands[label]
     groups = [np.ones(len(label), bool), is_mask, ~is_mask & ~is_label, ~is_mask & is_label]
@@ -132,11 +142,13 @@ def token_groups(
 def evaluate(
     model: BertForPreTraining, held_out: HeldOut, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Held-out losses (nats) and accuracies over all ranks, each token and pair counted once;
-    metrics of MLM by `GROUPS` too, without those that are empty."""
+    """Compute the held-out losses (nats) and accuracies (a collective call).
+
+    Includes MLM metrics of each non-empty group of `GROUPS`, and the baselines.
+    """
     model.eval()
     device = accelerator.device
-    # columns: how many, sum of losses, right, among the first five
+    # columns: count, sum of losses, correct, among the five highest scores
     tokens = torch.zeros(len(GROUPS), 4, dtype=torch.float64, device=device)
     others = torch.zeros(len(model.objectives) - 1, ROW, dtype=torch.float64, device=device)
     bf16 = accelerator.mixed_precision == "bf16"

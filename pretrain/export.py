@@ -1,8 +1,8 @@
 """Write a checkpoint as a folder that every BERT class of transformers loads.
 
-`python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` does it for any checkpoint, on a CPU. A
-gate reads the folder back and compares it with the model before OUT_DIR changes. The file
-`export.json` lists what an export wrote, so that the next one replaces that and nothing else.
+`python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` exports any checkpoint, on a CPU. The
+export is read back and compared with the model before OUT_DIR changes. The file `export.json` lists
+the files of an export, so that the next export replaces only those.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import shutil
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -29,59 +29,18 @@ from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, r
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig
-from pretrain.model import BertForPreTraining
 from pretrain.model_card import model_card, project_version
+from pretrain.models.bert import BertForPreTraining, from_hf, hf_config, to_hf
 
 FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # of every export
 PYTORCH_BIN = "pytorch_model.bin"
 MARKER = "export.json"
 SCHEMA = 1  # of the marker
-TITLE_BEFORE = "# BERT, pretrained from scratch with bert-pretrain\n"  # of cards beside no marker
-STAGE = ".bert-pretrain-export"  # holds the finished files on their way into an existing folder
+# title of the model card in exports by versions that wrote no marker
+TITLE_BEFORE = "# BERT, pretrained from scratch with bert-pretrain\n"
+STAGE = ".bert-pretrain-export"  # staging folder for an existing OUT_DIR
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")
 DTYPES = ("float32", "bfloat16", "float16")
-NAMES = {  # ours -> transformers'; of a layer after "layers.N."
-    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
-    "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
-    "embeddings.token_type.weight": "bert.embeddings.token_type_embeddings.weight",
-    "embeddings.norm": "bert.embeddings.LayerNorm",
-    "pooler": "bert.pooler.dense",
-    "mlm.dense": "cls.predictions.transform.dense",
-    "mlm.norm": "cls.predictions.transform.LayerNorm",
-    "mlm.bias": "cls.predictions.bias",
-    "nsp": "cls.seq_relationship",
-}
-LAYER_NAMES = {
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-    "attention.out": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "norm": "output.LayerNorm",
-}
-
-
-def hf_name(name: str) -> str:
-    """Translate the name of one of our tensors into transformers'."""
-    if name in NAMES:
-        return NAMES[name]
-    stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
-    _, number, stem = stem.split(".", 2)
-    return f"bert.encoder.layer.{number}.{LAYER_NAMES[stem]}.{kind}"
-
-
-def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename our weights as transformers does; it ties the decoder itself, so that is left out."""
-    return {hf_name(name): tensor for name, tensor in state.items()}
-
-
-def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    """Select the tensors `names` of our model from transformers' weights."""
-    return {name: weights[hf_name(name)] for name in names}
 
 
 def export(
@@ -94,13 +53,13 @@ def export(
     pytorch_bin: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write the Hugging Face folder of a model on the CPU to `out_dir`, once the gate passes it.
+    """Write the Hugging Face folder of a model on the CPU to `out_dir`, after `check_export`.
 
     origin: `step`, `vocab_sha256` and `data_sha256` of the checkpoint, for the marker.
-    Raises `UserError` if a file of the user would be lost, and `AssertionError` if what is read
-    back is not the model (a fault of ours); `out_dir` is then as it was.
+    Raises `UserError` if a file of the user would be lost, and `AssertionError` if the files differ
+    from the model (a bug of this project); `out_dir` is then unchanged.
     """
-    model = copy.deepcopy(model).to(getattr(torch, dtype)).float()  # what the file can hold
+    model = copy.deepcopy(model).to(getattr(torch, dtype)).float()  # round to the exported dtype
     stage = out_dir / STAGE if out_dir.is_dir() else out_dir.with_name(out_dir.name + STAGE)
     with atomic_folder(stage) as folder:
         for name in TOKENIZER_FILES:
@@ -134,24 +93,8 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def hf_config(config: ModelConfig, vocab_size: int, dtype: str = "float32") -> dict:
-    """Build the `config.json` of a model: BertConfig's names and values.
-
-    The dtype goes by its older name, which all versions of transformers read.
-    """
-    settings = asdict(config)
-    settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
-    return settings | {
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": True,
-        "torch_dtype": dtype,
-    }
-
-
 def load_export(folder: Path) -> BertForPreTraining:
-    """Read our model, in float32, from an exported folder."""
+    """Load this project's model, in float32, from an exported folder."""
     settings = json.loads((folder / "config.json").read_text())
     known = {name: settings[name] for name in ModelConfig.__dataclass_fields__}
     model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"])
@@ -164,10 +107,10 @@ def load_export(folder: Path) -> BertForPreTraining:
 
 
 def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: bool = False) -> None:
-    """Check that an export to `out_dir` replaces no file but those that an export wrote.
+    """Check that an export to `out_dir` would replace only files that an export wrote.
 
-    Needs no model, so that a training can call it before its first step. With `overwrite`, files
-    of the names that an export writes may be replaced, whoever wrote them. Raises `UserError`.
+    Needs no model, so a run can check before its first step. With `overwrite`, any file with the
+    name of an exported one may be replaced. Raises `UserError`.
     """
     if not out_dir.exists():
         return
@@ -199,14 +142,14 @@ def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: boo
 
 
 def is_earlier_export(folder: Path, found: list[str]) -> bool:
-    """Recognize an export of the versions that wrote no marker: their files, nothing else."""
+    """Recognize an export without a marker, by an early version: only its files, and its title."""
     if not {"README.md"} <= set(found) <= set(FILES):
         return False
     return TITLE_BEFORE in (folder / "README.md").read_text(encoding="utf-8", errors="replace")
 
 
 def read_marker(folder: Path) -> dict[str, str]:
-    """Read the sha256 of each file that an export wrote to `folder`; empty if none did."""
+    """Read the sha256 of each file that an export wrote; empty without a valid marker."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         is_ours = marker["schema"] == SCHEMA and marker["made_by"].startswith("bert-pretrain ")
@@ -218,8 +161,8 @@ def read_marker(folder: Path) -> dict[str, str]:
 def move_files(stage: Path, out_dir: Path) -> None:
     """Move the files of a finished export to `out_dir`, one at a time, the marker last.
 
-    Where this stops midway, every file is whole and none is lost; the marker that is still in the
-    stage lets the same command go on.
+    If interrupted, every file is complete and none is lost, and the marker left in the stage lets
+    the same command finish.
     """
     if not out_dir.exists():
         stage.rename(out_dir)
@@ -239,10 +182,10 @@ def move_files(stage: Path, out_dir: Path) -> None:
 
 
 def check_export(model: BertForPreTraining, folder: Path) -> str:
-    """Read the folder back and compare it with a model whose weights its dtype can hold.
+    """Read an export back and compare it with its model, whose weights must fit the export's dtype.
 
-    Always: keys, dtype, logits of a fresh model, special ids. With transformers installed: its own
-    loading, logits, ties, token ids and the polarity of the NSP head. Returns what was compared.
+    Compares keys, dtype, logits and special ids; with transformers installed also its loading,
+    logits, tied weights and token ids. Returns a description of the comparison.
     """
     model = model.eval()
     weights = load_file(folder / "model.safetensors")
@@ -291,7 +234,7 @@ def probe_batch(vocab_size: int, max_length: int) -> Batch:
 
 
 def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) -> str:
-    """Compare what transformers makes of the folder with our logits; returns what was compared."""
+    """Compare transformers' model and tokenizer with our logits; returns what was compared."""
     transformers.utils.logging.disable_progress_bar()
     peer, report = transformers.BertForPreTraining.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
@@ -324,7 +267,7 @@ def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) ->
 
 
 def export_checkpoint(checkpoint: Path, config: Config, out_dir: Path, **options) -> None:
-    """Export a checkpoint, which lies in its run folder, of the run that `config` describes.
+    """Export a checkpoint that lies in its run folder.
 
     options: `dtype`, `pytorch_bin` and `overwrite` of `export`.
     """
@@ -342,13 +285,13 @@ def export_checkpoint(checkpoint: Path, config: Config, out_dir: Path, **options
 
 
 def read_run_state(checkpoint: Path) -> dict:
-    """Read the state of a checkpoint; earlier versions called the fingerprint `contract`."""
+    """Read the state of a checkpoint; schema 1 stored its fingerprint under `contract`."""
     state = read_state(checkpoint)
     return {"fingerprint": state.get("contract")} | state
 
 
 def find_vocabulary(run_dir: Path, config: Config, sha256: str) -> Path:
-    """Find the folder of the run's vocabulary; raises `UserError` that says where it looked."""
+    """Find the vocabulary of a run, in its folder or in data_dir; raises `UserError` if missing."""
     faults = []
     for folder in (run_dir / "vocab", Path(config.data_dir) / "vocab"):
         missing = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
@@ -365,7 +308,7 @@ def find_vocabulary(run_dir: Path, config: Config, sha256: str) -> Path:
 
 
 def find_manifest(config: Config, sha256: str) -> dict | None:
-    """Read the manifest of the run's token store; None where that is not at hand any more."""
+    """Read the manifest of a run's token store; None if it was moved or rebuilt."""
     try:
         manifest = read_manifest(Path(config.data_dir) / "store")
     except (UserError, OSError):
@@ -374,8 +317,10 @@ def find_manifest(config: Config, sha256: str) -> dict | None:
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """Read the config of a run, by whatever version: unknown keys are ignored, missing ones take
-    their defaults. Raises `UserError` if there is none."""
+    """Read the config of a run of any version.
+
+    Ignores unknown keys and uses defaults for missing ones. Raises `UserError` if there is none.
+    """
     path = run_dir / "config.yaml"
     check(path.exists(), f"no {path}; export a checkpoint from its run folder, which holds it")
     try:
@@ -407,7 +352,7 @@ def keep_known_in(value, section: type):
 def push(out_dir: Path, repo_id: str, private: bool) -> str:
     """Upload the files of an export to a repository on the hub; returns its address.
 
-    Makes the repository if need be. Raises `UserError` if the hub refuses, or if a repository that
+    Creates the repository if needed. Raises `UserError` if the hub refuses, or if a repository that
     is to be private exists and is public.
     """
     from huggingface_hub import HfApi
@@ -419,7 +364,7 @@ def push(out_dir: Path, repo_id: str, private: bool) -> str:
         if not is_public:
             files = [*read_marker(out_dir), MARKER]
             api.upload_folder(repo_id=url.repo_id, folder_path=out_dir, allow_patterns=files)
-    except Exception as error:  # of the network, of the hub or of the name
+    except Exception as error:  # network, hub or name
         raise UserError(
             f"{out_dir} is exported and not pushed to {repo_id}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. "
@@ -437,12 +382,12 @@ def main() -> None:
     parser.add_argument(
         "--pytorch-bin",
         action="store_true",
-        help=f"also write {PYTORCH_BIN}, for readers from before 2023",
+        help=f"also write {PYTORCH_BIN}, for loaders without safetensors support",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace files of the same names, whoever wrote them; all others stay",
+        help="replace any files with the names of exported ones; others stay",
     )
     parser.add_argument("--push", metavar="REPO_ID", help="upload the export to the hub")
     parser.add_argument("--private", action="store_true", help="push to a private repository")

@@ -1,8 +1,9 @@
-"""What must match for a run to go on: named settings that change its data or its mathematics.
+"""Compare the settings of a run that must match on resume: those that change its data or its
+mathematics.
 
-A setting that is added to the config later changes no run that has begun: it has to be named here,
-and counts as its default where a checkpoint does not know it. Free to change are places, intervals,
-what is kept, the number of processes and the size of a pass.
+Settings are listed by name, so that a new field of the config breaks no existing run; a checkpoint
+that lacks a listed setting counts as having its default. Paths, intervals, the number of
+checkpoints and processes, and the micro-batch size may change.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from data_pipeline.config import PairsConfig
 from pretrain.config import Config, ModelConfig, PhaseConfig, TrainConfig, phases_of
 from pretrain.optim import learning_rate
 
-SCHEMA = 2  # 1 held every field of the config
+SCHEMA = 2  # schema 1 held every field of the config
 MODEL = (
     "hidden_size",
     "num_hidden_layers",
@@ -46,13 +47,13 @@ TRAIN = (
 PHASE_DATA = ("max_seq_length", "masked_lm_prob", "max_predictions_per_seq", "short_seq_prob")
 PHASE_TRAIN = ("global_batch_size", "learning_rate")
 LENGTHS = ("warmup_steps", "decay_steps", "max_steps")  # of a schedule
-RATES_COMPARED = 10_000  # steps at most, spread over those that are done
+RATES_COMPARED = 10_000  # at most this many finished steps, evenly spaced
 
 
 def build_fingerprint(config: Config, vocab_sha256: str, data_sha256: str, precision: str) -> dict:
-    """The fingerprint of a run, as JSON gives it back.
+    """Build the fingerprint of a run, with values that survive a round trip through JSON.
 
-    precision: of the products, `fp32` or `bf16`; `auto` may be either.
+    precision: `fp32` or `bf16`, as resolved from `train.precision`.
     """
     found = {"schema": SCHEMA, "seed": config.seed, "train.precision": precision}
     found |= {"vocab_sha256": vocab_sha256, "data_sha256": data_sha256}
@@ -71,7 +72,10 @@ def build_fingerprint(config: Config, vocab_sha256: str, data_sha256: str, preci
 
 
 def read_fingerprint(state: dict) -> dict:
-    """The fingerprint in the state of a checkpoint of any schema, in the form of today."""
+    """Read the fingerprint in a checkpoint's state, converted to the current schema.
+
+    Raises `UserError` if a later version wrote it.
+    """
     saved = state.get("fingerprint") or convert_schema_1(state["contract"])
     if saved["schema"] > SCHEMA:
         raise UserError(
@@ -84,7 +88,7 @@ def read_fingerprint(state: dict) -> dict:
 
 
 def convert_schema_1(contract: dict) -> dict:
-    """The fingerprint of a contract of schema 1, which held all fields of three sections, flat."""
+    """Convert a fingerprint of schema 1: all fields of three sections, flat."""
 
     def section(schema: type, name: str):
         known = {item.name for item in fields(schema)}
@@ -111,11 +115,11 @@ def convert_schema_1(contract: dict) -> dict:
 def check_fingerprint(
     saved: dict, wanted: dict, step: int, run_dir: object, extend: bool = False
 ) -> list[str]:
-    """What the user should know about going on at `step`, a line each.
+    """Check that a run can resume at `step` with the wanted settings.
 
-    Raises `UserError` that names each old and new value if the run would not be the same one. The
-    number of steps may change if the learning rates of the steps that are done stay what they were,
-    or with `extend`.
+    The number of steps may change if the finished steps keep their learning rates, or with
+    `extend`. Returns lines to print. Raises `UserError`, with each old and new value, if the
+    settings differ.
     """
     changed = [
         f"{name} was {saved.get(name)!r}, is {value!r}"
@@ -154,7 +158,7 @@ def check_fingerprint(
 
 
 def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str]:
-    """How the phases that have begun before `step` differ, but for the lengths of schedules."""
+    """Describe how the phases that began before `step` differ, apart from schedule lengths."""
     for i, phase in enumerate(saved):
         if phase["start"] >= max(step, 1):
             break
@@ -173,7 +177,7 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
 
 
 def rate_at(phases: list[dict], schedule: str, decay_power: float, step: int) -> float:
-    """The learning rate of a step by the phases of a fingerprint; 0 after the last."""
+    """Compute the learning rate of a step from a fingerprint's phases; 0 after the last."""
     if step >= phases[-1]["end"]:
         return 0.0
     phase = next(phase for phase in phases if step < phase["end"])
@@ -182,7 +186,7 @@ def rate_at(phases: list[dict], schedule: str, decay_power: float, step: int) ->
 
 
 def same_rates(saved: dict, wanted: dict, step: int) -> bool:
-    """Whether the steps before `step` have the same learning rates by both fingerprints."""
+    """Tell whether both fingerprints give the steps before `step` the same learning rates."""
     steps = np.unique(np.linspace(0, step - 1, min(step, RATES_COMPARED)).astype(int)).tolist()
     rates = [
         [rate_at(f["phases"], f["train.schedule"], f["train.decay_power"], s) for s in steps]

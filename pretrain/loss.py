@@ -1,8 +1,7 @@
-"""model -> **loss** -> optimizer: sums, never means, so that any way of dividing a step gives the
-same gradient.
+"""Compute the losses of a batch as sums, which `train.py` divides by the counts of the whole step.
 
-The scores of the whole vocabulary at M masked positions are the largest tensor of a step: they are
-made for some rows at a time and gone again, their gradient being known as soon as they are.
+The scores of the vocabulary at M masked positions would be the largest tensor of a step. They are
+computed and freed in chunks of rows, and their gradient is computed with them.
 """
 
 from collections.abc import Iterator
@@ -11,23 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # float32 scores, or twice as many in bf16, in memory
-BLOCK = {"cpu": 1 << 19, "cuda": 1 << 25}  # of them that become probabilities at once: in a cache
+CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # float32 scores in memory at once; twice as many bf16
+BLOCK = {"cpu": 1 << 19, "cuda": 1 << 25}  # scores per softmax, so that a block fits the cache
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")` in nats, and how many
-    labels had the highest score (be it with others); both scalars, of no rows 0.
+    """Compute the summed cross-entropy of a linear layer and count the correct predictions.
 
-    x (M, D), weight (V, D), bias (V,), labels int64 (M,). Under autocast the products are of its
-    type; the loss is float32 at least, and the loss alone has a gradient.
+    Equals `F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")` without ever
+    holding all M x V scores.
+
+    x: (M, D). weight: (V, D). bias: (V,). labels: int64 (M,).
+    Returns two scalars: the loss in nats, and the number of labels with the highest score (ties
+    count as correct). Both are 0 if M = 0. Under autocast the products use its dtype; the loss is
+    at least float32. Only the loss has a gradient.
     """
     return LinearCrossEntropy.apply(x, weight, bias, labels, torch.is_grad_enabled())
 
 
 class LinearCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of a linear layer whose forward pass computes the gradients too.
+
+    The scores are freed chunk by chunk, so the backward pass only scales saved gradients.
+    """
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, needs_grad: bool):
         loss, right = x.new_zeros((), dtype=sum_type(x)), labels.new_zeros(())
@@ -41,9 +49,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 wanted, highest = exact.gather(1, label), exact.amax(1, keepdim=True)
                 right += (wanted == highest).sum()
                 probabilities = exact.softmax(1)
-                rest = probabilities.amax(1, keepdim=True).log()  # no label's, which may be 0
+                rest = probabilities.amax(1, keepdim=True).log()  # the label's could be log 0
                 loss += (highest - rest - wanted).sum()
-                if needs_grad:  # of the losses to the scores: the probabilities, less the truth
+                if needs_grad:  # gradient of the scores: softmax - one-hot
                     block.copy_(probabilities.scatter_add_(1, label, -torch.ones_like(wanted)))
                     grads[2].add_(probabilities.sum(0))
             if needs_grad:
@@ -61,24 +69,26 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def score_labels(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row: the cross-entropy in nats (M,), and how many others score higher than the label
-    int64 (M,); shapes as above, no gradient.
+    """Compute the loss and the rank of each label, without a gradient.
 
-    The scores are float32 even under autocast: in bf16 the highest ones often tie.
+    Shapes as in `linear_cross_entropy`.
+    Returns the cross-entropy in nats, (M,), and the number of tokens that score higher than the
+    label, int64 (M,). Scores are float32 even under autocast, since the highest ones often tie in
+    bf16.
     """
     losses, ranks = x.new_empty(len(x), dtype=sum_type(x)), torch.empty_like(labels)
     with torch.autocast(x.device.type, enabled=False):
         for rows, _, scores, _ in chunks(x.to(losses.dtype), weight, bias):
             wanted = scores.gather(1, labels[rows, None])
             losses[rows] = scores.logsumexp(1) - wanted[:, 0]
-            ranks[rows] = scores.gt_(wanted).sum(1)  # as floats: ten times as fast
+            ranks[rows] = scores.gt_(wanted).sum(1)  # in place, as floats: ten times as fast
     return losses, ranks
 
 
 def chunks(
     x: Tensor, weight: Tensor, bias: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(rows, x of the rows, their scores, weight), all in the type of autocast."""
+    """Yield (rows, x[rows], scores of the rows, weight) chunk by chunk, in the autocast dtype."""
     device, kind = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
@@ -91,10 +101,15 @@ def chunks(
 
 
 def sum_type(x: Tensor) -> torch.dtype:
+    """Choose the dtype to sum in: that of `x`, at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def next_sentence_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of (B, 2) scores of pairs: summed cross-entropy in nats, and how many are right."""
+    """Compute the summed cross-entropy of sentence pairs and count the correct predictions.
+
+    logits: (B, 2). labels: int64 (B,).
+    Returns two scalars: the loss in nats and the count.
+    """
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     return loss, (logits.argmax(-1) == labels).sum()

@@ -1,4 +1,4 @@
-"""Numbers about training: losses and accuracies from sums over any number of batches, and speed."""
+"""Turn sums over batches into losses and accuracies, and measure the speed of training."""
 
 import math
 import re
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from data_pipeline.sampling.batches import Batch
-from pretrain.config import ModelConfig
 
-# dense bf16 operations a second, from NVIDIA's data sheets
+# dense bf16 FLOP/s, from NVIDIA's data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 
 
 def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]:
-    """Mean losses (nats) and accuracies from the summed rows of the objectives, (objectives, ROW).
+    """Compute mean losses (nats) and accuracies from the summed rows of the objectives.
 
-    Means over no masked tokens are 0; where nothing was asked at all they are NaN.
+    sums: (objectives, ROW).
+    An objective without labels has means of 0; they are NaN if no objective has any.
     """
     metrics, total = {}, 0.0
-    nothing = not sums[:, -1].any()  # every step was skipped
+    nothing = not sums[:, -1].any()  # every step since the last log line was skipped
     for one, (loss, right, count) in zip(objectives, sums.tolist(), strict=True):
         count = math.nan if nothing else max(count, 1)
         metrics |= {f"{one.name}_loss": loss / count, f"{one.name}_accuracy": right / count}
@@ -32,41 +32,30 @@ def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]
     return {f"{prefix}/{name}": value for name, value in (metrics | {"loss": total}).items()}
 
 
-def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
-    """Floating-point operations that training on a batch needs, backward included: two for each
-    product of a matrix multiplication, and the backward pass twice the forward's. Real tokens,
-    masked positions and pairs only; dropout, norms and activations are not counted.
-    """
-    size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
-    lengths = batch.cu_seqlens.diff()
-    attention = 2 * size * int((lengths * lengths).sum())  # each token with each of its sequence
-    layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
-    heads = len(batch.masked_labels) * size * (size + vocab_size) + len(lengths) * size * (size + 2)
-    return 3 * 2 * (model.num_hidden_layers * layer + heads)
-
-
 def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process. More after the first steps and the first
-    evaluation than at them would mean that other shapes have it compile again."""
-    from torch._dynamo.utils import counters  # seconds, for those only who compile
+    """Count the graphs that torch.compile has built in this process.
+
+    A count that grows after the first steps and the first evaluation means recompilation.
+    """
+    # private: torch has no public counter; imported here because it takes seconds
+    from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What MFU is a share of: the card's dense bf16 operations a second; None if unknown."""
+    """Look up the peak dense bf16 FLOP/s of a GPU; None if it is unknown."""
     if device.type != "cuda":
         return None
-    words = re.findall(r"\w+", torch.cuda.get_device_name(device))  # NVIDIA A100-SXM4-80GB
+    words = re.findall(r"\w+", torch.cuda.get_device_name(device))  # as in NVIDIA A100-SXM4-80GB
     return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
 
 
 class Clock:
-    """Real tokens, sequences and operations a second of all processes, and the share of time spent
-    waiting for data.
+    """Measure tokens, sequences and FLOPs per second, and the share of time spent on data.
 
-    MFU is `count_flops` a second, divided by `peak_flops` of the cards (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B).
+    Rates are over all processes; padding does not count. MFU is FLOP/s by the FLOP count of the
+    model divided by `peak_flops` (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
     """
 
     def __init__(self, world_size: int, peak: float | None = None):
@@ -74,12 +63,15 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
+        """Start a new interval."""
         self.started, self.waited = time.perf_counter(), 0.0
         self.tokens = self.sequences = self.flops = 0
 
     def waiting(self, steps: Iterable[tuple[list[Batch], int]]) -> Iterator[list[Batch]]:
-        """The batches of `steps`, which come with their operations; the wait for each and what is
-        in it are added up."""
+        """Yield the micro-batches of each step, adding up their sizes and the time spent waiting.
+
+        steps: (micro-batches, FLOPs of the step).
+        """
         steps, asked = iter(steps), time.perf_counter()
         for batches, flops in steps:
             self.waited += time.perf_counter() - asked
@@ -91,13 +83,13 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is not training's."""
+        """Exclude the time inside from the rates."""
         before = time.perf_counter()
         yield
         self.started += time.perf_counter() - before
 
     def speed(self) -> dict[str, float]:
-        """Rates since the last call; padding is never counted, there is none."""
+        """Compute the rates since the last call and start a new interval."""
         seconds = time.perf_counter() - self.started
         rates = {
             "perf/tokens_per_second": self.tokens * self.world_size / seconds,
@@ -113,7 +105,7 @@ class Clock:
 
 
 def peak_memory() -> int:
-    """Most bytes that this process has held at once: of its card, or without one of the machine."""
+    """Return the peak memory of this process in bytes, on the GPU if it uses one."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     scale = 1 if sys.platform == "darwin" else 1024

@@ -11,7 +11,7 @@ from data_pipeline.config import SourceConfig
 from pretrain.config import Config, Phase, phases_of
 
 TITLE_BEFORE = (
-    "# BERT, pretrained from scratch with bert-pretrain\n"  # of cards without marker file
+    "# BERT, pretrained from scratch with bert-pretrain\n"  # in exports without a marker file
 )
 OBJECTIVES = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
     "nsp": (
@@ -43,7 +43,7 @@ PRECISIONS = {
 
 
 def project_version() -> str:
-    """Name this project and its version; a checkout that is not installed has none."""
+    """Return the name and version of this project, or that it is not installed."""
     try:
         return f"bert-pretrain {version('bert-pretrain')}"
     except PackageNotFoundError:
@@ -105,7 +105,7 @@ tasks.
 
 
 def usage(objective: str) -> str:
-    """Show how to load the model; a pair only where a pair head was trained."""
+    """Show how to load the model, with its pair head if that was trained."""
     names, pairs, labels = ["AutoModel", "AutoTokenizer"], "", ""
     if objective != "none":
         _, _, first, second, _ = OBJECTIVES[objective]
@@ -209,7 +209,7 @@ def by_phase(phases: list[Phase], describe: Callable[[Phase], str]) -> str:
 
 
 def evaluation(metrics: dict, objective: str) -> str:
-    """Show held-out metrics beside what needs no model; those that are missing are left out."""
+    """Write the table of held-out metrics and baselines, without those that are missing."""
     pairs = OBJECTIVES[objective][4] if objective != "none" else ""
     known = {name: v for name, v in metrics.items() if v is not None and math.isfinite(v)}
     lines = (  # metric, name, form of the value, metric of the baseline, what that is

@@ -1,7 +1,7 @@
-"""Beside the loop: names a sick run in one line, each kind of trouble once, and counts the steps
-whose gradient is no number, which are skipped.
+"""Health checks of a run: warn once about each kind of trouble, and count the steps that are
+skipped because their gradient is not finite.
 
-What it sees is the same on all ranks, so what it says is too; all it keeps is in the checkpoint.
+All ranks see the same numbers and take the same decisions. The state is kept in the checkpoint.
 """
 
 import math
@@ -15,15 +15,20 @@ from pretrain.checkpoint import to_json
 from pretrain.config import Phase, TrainConfig, phase_at
 from pretrain.evaluate import unigram_entropy
 
-MOST_SKIPPED = 5  # steps in a row: a sixth would not be better
-PLATEAU = 0.1  # nats below the unigram entropy that a model which reads its context has passed
-EXPLODING, NORMS = 10, 100  # times the median of so many gradient norms
-MUCH_WAITING, MUCH_UNKNOWN = 0.05, 0.05  # shares of the time, and of the tokens
+MOST_SKIPPED = 5  # steps in a row, after which the run stops
+PLATEAU = 0.1  # nats below the unigram entropy; a model that uses context gets past this
+EXPLODING, NORMS = 10, 100  # warn above 10 x the median of the last 100 gradient norms
+MUCH_WAITING, MUCH_UNKNOWN = 0.05, 0.05  # warn above: share of time, share of tokens
 
 
 class Monitor:
-    """`counts` int64 (V,) are the pieces of the training split, `unknown` the id of [UNK], `state`
-    what an earlier run kept; `say` is called with each line."""
+    """Check gradients and metrics as a run goes on.
+
+    counts: int64 (V,), occurrences of each token in the training split.
+    unknown: id of [UNK].
+    state: `Monitor.state` of the checkpoint; empty in a new run.
+    log_line: called with each warning.
+    """
 
     def __init__(
         self,
@@ -31,23 +36,24 @@ class Monitor:
         counts: np.ndarray,
         unknown: int,
         state: dict,
-        say: Callable[[str], None],
+        log_line: Callable[[str], None],
     ):
         self.state = {"skipped": 0, "in_a_row": 0, "norms": [], "said": []} | state
-        self.train, self.say, self.entropy = train, say, unigram_entropy(counts)
-        # a model that learns has left the plateau by then, slow recipes like BERT's included
+        self.train, self.log_line, self.entropy = train, log_line, unigram_entropy(counts)
+        # by this step even slow recipes like BERT's have left the plateau, if the model learns
         self.late = min(train.max_steps // 2, train.warmup_steps + 5000)
         share = counts[unknown] / counts.sum()
         if share > MUCH_UNKNOWN:
-            self.warn("unknown", f"[UNK] is {share:.0%} of the training tokens; vocab misses much")
+            self.warn("unknown", f"[UNK] is {share:.0%} of the training tokens; check vocab")
 
     def warn(self, kind: str, line: str) -> None:
+        """Log a warning, once for each kind."""
         if kind not in self.state["said"]:
             self.state["said"].append(kind)
-            self.say(f"warning: {line}")
+            self.log_line(f"warning: {line}")
 
     def has_finite_gradient(self, step: int, norm: float) -> bool:
-        """Whether update `step` may be made with a gradient of this norm."""
+        """Tell whether to make update `step`; False if the gradient norm is not finite."""
         state, norms = self.state, self.state["norms"]
         if not math.isfinite(norm):
             state["skipped"] += 1
@@ -62,37 +68,45 @@ class Monitor:
         return True
 
     def should_abort(self) -> bool:
-        """Whether so many steps in a row were skipped that the run has to stop."""
+        """Tell whether `MOST_SKIPPED` steps in a row were skipped."""
         return self.state["in_a_row"] >= MOST_SKIPPED
 
     def check_health(self, done: int, metrics: dict[str, float], pairs: float) -> dict[str, float]:
-        """Look at the metrics that are logged after `done` steps, means over so many pairs; those
-        to log beside them."""
+        """Warn about slow data, a loss on the plateau and NSP at chance level.
+
+        metrics: those logged after `done` steps, means over `pairs` sentence pairs.
+        Returns further metrics to log: skipped steps, and 1 for each warning so far.
+        """
         wait = metrics["perf/data_wait"]
-        # the first batches are always waited for
+        # the first interval always waits, since prefetching starts with it
         if wait > MUCH_WAITING and done > self.train.log_every:
             self.warn("data_wait", f"{wait:.0%} of the time is spent waiting for data")
         loss, right = metrics["train/mlm_loss"], metrics.get("train/nsp_accuracy", 1.0)
-        is_late = done - self.train.log_every < self.late <= done  # true once
+        is_late = done - self.train.log_every < self.late <= done  # true at one log line
         if is_late and loss > self.entropy - PLATEAU:
             line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
             self.warn("plateau", f"{line} (unigram entropy {self.entropy:.3f})")
-        two_sigma = 1 / math.sqrt(max(pairs, 1))  # of a coin
+        two_sigma = 1 / math.sqrt(max(pairs, 1))  # of the accuracy of a fair coin
         if is_late and right < 0.5 + two_sigma:
             self.warn("nsp", f"after {done:,} steps NSP accuracy is {right:.3f}, that of guessing")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         return {"train/skipped_steps": self.state["skipped"]} | said
 
-    def give_up(self, run_dir: Path, step: int, phases: list[Phase], losses: list[float]) -> str:
-        """Write `bad_batch.json`, what it takes to build the last batch again by
-        `BatchSource.batch(first, count)` of its phase; the line to stop with."""
+    def dump_bad_batch(
+        self, run_dir: Path, step: int, phases: list[Phase], losses: list[float]
+    ) -> str:
+        """Write `bad_batch.json`, from which the batch of `step` can be rebuilt.
+
+        `BatchSource.batch(first, count)` of its phase builds it.
+        Returns the error message to stop with.
+        """
         phase = phase_at(phases, step)
         size, number = phase.train.global_batch_size, phases.index(phase)
         found = {"step": step, "phase": number, "first": (step - phase.start) * size}
         found |= {"count": size, "losses": losses}
         (run_dir / "bad_batch.json").write_text(to_json(found) + "\n")
         return (
-            f"the gradients of {MOST_SKIPPED} steps in a row are no numbers, the last is step "
+            f"the gradients of {MOST_SKIPPED} steps in a row are not finite, the last is step "
             f"{step:,} (its examples are in {run_dir / 'bad_batch.json'}); lower "
             "train.learning_rate or lengthen train.warmup_steps, in another run_dir"
         )

@@ -1,11 +1,11 @@
-"""batch -> model -> **objectives** -> loss: what a model is asked in pretraining.
+"""The pretraining objectives: which labels they predict, and their sums of losses and hits.
 
-The loop knows of them only that the loss of a step is the sum, over objectives, of
-weight x (sum of losses) / (count of the whole step). Each measures a batch as a row of three sums,
-so that sums over micro-batches, processes and steps are additions, and their means the metrics.
+The loop knows nothing about an objective except its part of the loss of a step:
+weight x (sum of losses) / (count in the whole step).
 
-An objective has a `name` for its metrics, what it `needs` of pairs (the value of `data.objective`
-that plans them), a `weight`, and `measure(model, hidden, batch)`, its row.
+Each objective has a `name` (the prefix of its metrics), a `weight`, `count(batch)` (the number of
+its labels in a batch) and `measure(model, hidden, batch)`, which returns a row of three sums. Rows
+of micro-batches, processes and steps are added up; a metric is a quotient of such sums.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from data_pipeline.sampling.batches import Batch
 from pretrain.loss import linear_cross_entropy, next_sentence_loss
 
-ROW = 3  # sum of losses in nats, right answers, how many were asked
+ROW = 3  # sum of losses in nats, number of correct predictions, number of labels
 
 
 @dataclass(frozen=True)
 class MaskedLM:
-    """Tell the masked tokens (Devlin et al. 2018, 3.1, task 1)."""
+    """Predict the masked tokens (Devlin et al. 2018, section 3.1, task 1)."""
 
     name: ClassVar[str] = "mlm"
     weight: float = 1.0
@@ -31,7 +31,11 @@ class MaskedLM:
         return len(batch.masked_labels)
 
     def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        """The row of a batch: float32 (ROW,). hidden: (T, D), the last states of its tokens."""
+        """Compute the row of a batch.
+
+        hidden: (T, D), last hidden state of each token.
+        Returns float32 (ROW,).
+        """
         x = model.mlm(hidden.index_select(0, batch.masked_positions))  # (M, D)
         weight, bias = model.embeddings.word.weight, model.mlm.bias
         loss, right = linear_cross_entropy(x, weight, bias, batch.masked_labels)
@@ -40,8 +44,11 @@ class MaskedLM:
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Tell a pair's label: whether B follows A (`nsp`, task 2), or whether A and B are in order
-    (`sop`, Lan et al. 2019). Which, is a matter of how pairs are planned."""
+    """Predict the label of each pair from its [CLS].
+
+    The label says whether B follows A (`nsp`, Devlin et al. 2018, task 2) or whether A and B are in
+    order (`sop`, Lan et al. 2019), depending on how `data.objective` draws the pairs.
+    """
 
     name: ClassVar[str] = "nsp"
     weight: float = 1.0
@@ -50,6 +57,7 @@ class SentencePairs:
         return len(batch.next_sentence_label)
 
     def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        """Compute the row of a batch, as `MaskedLM.measure` does."""
         loss, right = next_sentence_loss(
             model.pair_logits(hidden, batch), batch.next_sentence_label
         )
@@ -57,10 +65,10 @@ class SentencePairs:
 
 
 def row(loss: Tensor, right: Tensor, count: int) -> Tensor:
-    """A row of sums; only the loss has a gradient."""
+    """Stack the three sums of an objective; only the loss has a gradient."""
     return torch.stack([loss, right.to(loss.dtype), torch.full_like(loss, count).detach()])
 
 
 def objectives_of(name: str) -> tuple[MaskedLM | SentencePairs, ...]:
-    """The objectives of a run by `data.objective`; without pairs to judge, MLM alone."""
+    """Build the objectives of a run from `data.objective`; `none` trains MLM alone."""
     return (MaskedLM(),) if name == "none" else (MaskedLM(), SentencePairs())

@@ -1,5 +1,4 @@
-"""loss -> **optimizer**: the learning rate as a function of the step, LAMB, and which parameters
-decay."""
+"""Learning-rate schedules, the LAMB optimizer, and the assignment of parameters to optimizers."""
 
 from functools import partial
 from math import cos, pi
@@ -11,10 +10,12 @@ from pretrain.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The learning rate of update `step` (0 is the first): linear warm-up, then the decay of
-    `schedule` to 0 at `max_steps`, over the steps that the warm-up leaves, so that nothing jumps.
+    """Compute the learning rate of an update: linear warm-up, then the decay of `schedule`.
 
-    A function of the step alone: a scheduler that Accelerate prepares steps once for every process.
+    step: 0 is the first update.
+    The decay starts where the warm-up ends, so the rate is continuous, and reaches 0 at
+    `max_steps`. A function of the step has no state to save, unlike a scheduler, which Accelerate
+    would also step once per process.
     """
     top, warmup = train.learning_rate, train.warmup_steps
     if step < warmup:
@@ -30,12 +31,12 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2): the update of AdamW, decay included,
-    scaled to the norm of what it updates, so that no layer moves too far in a large batch.
+    """LAMB for large batches (You et al. 2020, arXiv:1904.00962, algorithm 2).
 
-    The trust ratio of a parameter w is ||w|| / ||update||, and 1 where either norm is 0. It is 1
-    for groups without decay too, which are biases and norms, as in NVIDIA's FusedLAMB. `step`,
-    `exp_avg` and `exp_avg_sq` of each parameter are tensors, like AdamW's.
+    Scales AdamW's update of each parameter w, weight decay included, by the trust ratio
+    ||w|| / ||update||. The ratio is 1 where either norm is 0 and, as in NVIDIA's FusedLAMB, for
+    groups without weight decay (biases and norms). The state of a parameter is `step`, `exp_avg`
+    and `exp_avg_sq`, all tensors, as in AdamW.
     """
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float):
@@ -48,7 +49,10 @@ class Lamb(torch.optim.Optimizer):
             if weights:
                 self.update(weights, **group)
 
+    # torch._foreach_*: private, but torch.optim itself is written in them, and there is no public
+    # way to update a list of tensors in one kernel
     def update(self, weights: list[Tensor], lr, betas, eps, weight_decay, **_) -> None:
+        """Update the parameters of one group."""
         for p in weights:
             if not self.state[p]:
                 self.state[p]["step"] = torch.zeros((), device=p.device)
@@ -62,7 +66,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 1 - betas[0])
         torch._foreach_mul_(squares, betas[1])
         torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
-        # both are biased towards the zeros that they began with
+        # correct the bias of both moments towards their initial zeros
         bias1, bias2 = ((1 - beta ** steps[0].double()).float() for beta in betas)
         updates, roots = torch._foreach_div(means, bias1), torch._foreach_div(squares, bias2)
         torch._foreach_sqrt_(roots)
@@ -77,10 +81,10 @@ class Lamb(torch.optim.Optimizer):
 
 
 def build_optimizers(model: nn.Module, train: TrainConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers of all parameters that train: LAMB, or AdamW, with Muon before it if the
-    encoder's matrices have it.
+    """Build the optimizers of all trainable parameters.
 
-    Biases and norms do not decay (BERT's rule); they are the parameters of one dimension.
+    Returns [AdamW], [LAMB], or [Muon, AdamW], where Muon has the matrices of the encoder layers.
+    One-dimensional parameters (biases and norms) have no weight decay, as in BERT.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = []

@@ -1,6 +1,9 @@
-"""Before a run: `python -m pretrain.plan CONFIG [key=value ...]` says what it takes and what is
-unusual, from the real model and the prepared data, or before there is any, from the size of the
-corpus; `--check` has the model learn a batch by heart."""
+"""Plan a run: `python -m pretrain.plan CONFIG [key=value ...]` prints its parameters, FLOPs,
+memory, epochs and time, and warns about unusual settings.
+
+Measures the real model on the prepared data or, before there is any, estimates from the size of
+the corpus. `--check` overfits one batch instead, to show that the model can learn.
+"""
 
 import argparse
 import time
@@ -22,8 +25,9 @@ from pretrain.config import Config, Phase, phases_of
 from pretrain.describe import show_sequence
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
-from pretrain.metrics import PEAK_FLOPS, count_flops
-from pretrain.model import TOKEN_MULTIPLE, BertForPreTraining
+from pretrain.metrics import PEAK_FLOPS
+from pretrain.models.bert import BertForPreTraining, count_flops
+from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.optim import build_optimizers
 from pretrain.run_setup import (
     build_accelerator,
@@ -34,18 +38,19 @@ from pretrain.run_setup import (
 )
 from pretrain.train import update, zero_gradients
 
-SECONDS, SAMPLE = 10, 256  # the trial takes about; sequences that operations are counted in
-OVERFIT_LOSS, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach within so many steps, on so many
+SECONDS, SAMPLE = 10, 256  # length of the trial; sequences to count FLOPs in
+OVERFIT_LOSS, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach, steps, sequences
 USUAL_RATES = {"adamw": (1e-5, 2e-3), "muon": (2e-4, 2e-2), "lamb": (2e-4, 2e-2)}
-CARD, CARDS = "H100", (1, 8)  # and how many of them time is told for
-MFU = 0.4  # of a card, that a run of this kind can reach
+CARD, CARDS = "H100", (1, 8)  # numbers of cards to estimate time for
+MFU = 0.4  # assumed of a card
 
 
 def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARDS) -> None:
-    """Print the table and the warnings; raises `UserError` for all that `train` would refuse.
+    """Print the plan and its warnings.
 
     given: tokens of a corpus that is not prepared yet; None: estimate them from its files.
-    cards: numbers of cards that time is estimated for.
+    cards: numbers of cards to estimate time for.
+    Raises `UserError` for what `train` would refuse.
     """
     train, phases = config.train, phases_of(config)
     accelerator = build_accelerator(train, phases)
@@ -68,7 +73,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
         steps, size = phase.end - phase.start, phase.train.global_batch_size
-        tokens = len(sample.input_ids) / len(sample.next_sentence_label)  # of a sequence
+        tokens = len(sample.input_ids) / len(sample.next_sentence_label)  # per sequence
         operations = count_flops(sample, config.model, len(store.vocabulary))
         epochs, of_what = describe_epochs(source, steps * size, tokens, assumed)
         total += operations / len(sample.next_sentence_label) * steps * size
@@ -108,12 +113,13 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
 def describe_epochs(
     source: BatchSource, sequences: int, tokens: float, assumed: Assumed | None
 ) -> tuple[float, str]:
-    """(epochs that so many sequences are, 0 where nobody knows; what they are, for the table).
+    """Compute and describe the number of epochs that `sequences` make.
 
-    tokens: those of a sequence.
+    tokens: mean tokens per sequence.
+    Returns (epochs, or 0 if unknown; text for the table).
     """
     if not assumed:
-        size = source.part_size(0) * source.n_parts  # sequences, about
+        size = source.part_size(0) * source.n_parts  # sequences, approximately
         sizes = f"{size:,} sequences, {size * tokens:,.0f} tokens with [CLS] and [SEP]"
     elif assumed.train_tokens:
         size = source.part_size(0) * assumed.train_tokens / len(source.store)
@@ -127,7 +133,7 @@ def describe_epochs(
 
 
 def describe_preparation(work: Preparation) -> str:
-    """What `python -m data_pipeline` takes, for the table."""
+    """Describe the time and disk space of `python -m data_pipeline`."""
     cores = "1 core" if work.cores == 1 else f"{work.cores} cores"
     return (
         f"about {duration(work.seconds)} on {cores} of this machine, estimated; the store "
@@ -136,8 +142,7 @@ def describe_preparation(work: Preparation) -> str:
 
 
 def estimate_time(operations: float, phases: list[Phase], cards: int) -> str:
-    """How long so many operations take on some cards, and the passes of each; or why they cannot
-    divide a step."""
+    """Describe the time of a run on some cards, or why they cannot divide its batch."""
     try:
         passes = [
             count_passes(p.train.global_batch_size, p.train.micro_batch_size, cards) for p in phases
@@ -158,7 +163,7 @@ def mb(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which it is at least two."""
+    """Format a time in the largest unit that it has at least two of."""
     for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {name}"
@@ -168,19 +173,22 @@ def duration(seconds: float) -> str:
 def measure_activations(
     model: BertForPreTraining, source: BatchSource, tokens: float, accelerator: Accelerator
 ) -> float:
-    """Bytes that so many tokens take in the precision of this machine: a line through what autograd
-    saves of a small and of a larger batch, a quarter more for what the backward pass makes (found
-    on a CPU), and the scores of `linear_cross_entropy` with their gradient, which do not grow. With
-    gradient checkpointing it is that of one layer, and what goes into each."""
+    """Estimate the activation memory of `tokens` tokens, in bytes.
+
+    Extrapolates linearly from what autograd saves for a small and a larger batch, and adds a
+    quarter for temporary tensors of the backward pass (measured on a CPU) and a constant for the
+    scores of `linear_cross_entropy` with their gradient. With gradient checkpointing, counts the
+    activations of one layer and the inputs of all.
+    """
     own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
     points, recomputed = [], model.gradient_checkpointing
-    model.gradient_checkpointing = False  # its tensors are not seen here
+    model.gradient_checkpointing = False  # the hooks do not see its tensors
     for count in (1, 4):
         kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def note(tensor: torch.Tensor, kept=kept) -> None:
             memory = tensor.untyped_storage()
-            reference = StorageWeakRef(memory)  # frees the memory, and lets no other have its name
+            reference = StorageWeakRef(memory)  # frees the memory, but not its id
             if reference.cdata not in own:
                 kept[reference.cdata] = (reference, memory.nbytes())
 
@@ -202,8 +210,11 @@ def measure_activations(
 def try_steps(
     model, optimizers, source: BatchSource, config: Config, accelerator: Accelerator
 ) -> tuple[float, float]:
-    """(operations a second of forward and backward passes, seconds of an update), of as many
-    sequences up to a micro-batch as the time allows; the learning rate is 0, the weights stay."""
+    """Measure the speed of a few training steps on as many sequences as the time allows.
+
+    The learning rate is 0, so the weights stay.
+    Returns (FLOP/s of forward and backward passes, seconds of an update).
+    """
     operations, seconds, updates, count, begin = 0, 0.0, [], 1, now(accelerator)
     for turn in range(6):
         batch = source.batch(0, count).to(accelerator.device)
@@ -213,7 +224,7 @@ def try_steps(
         update(optimizers, 0.0)
         updates.append(now(accelerator) - middle)
         zero_gradients(optimizers)
-        if turn:  # what is first is slow
+        if turn:  # the first is the warm-up
             seconds += middle - started
             operations += count_flops(batch, config.model, len(source.store.vocabulary))
             if now(accelerator) - begin > SECONDS:
@@ -232,9 +243,9 @@ def now(accelerator: Accelerator) -> float:
 
 
 def backward(model, batch: Batch, accelerator: Accelerator) -> float:
-    """Add the gradients of a batch; its mean MLM loss, in nats."""
+    """Accumulate the gradients of a batch; returns its mean MLM loss in nats."""
     with accelerator.autocast():
-        losses = model(batch)[:, 0] / max(len(batch.masked_labels), 1)  # pairs weigh less here
+        losses = model(batch)[:, 0] / max(len(batch.masked_labels), 1)  # NSP too, so it weighs less
     losses.sum().backward()
     return losses[0].item()
 
@@ -242,8 +253,11 @@ def backward(model, batch: Batch, accelerator: Accelerator) -> float:
 def warnings(
     phase: Phase, epochs: float, tokens: float, counts: np.ndarray | None
 ) -> Iterator[str]:
-    """What someone who has trained many would ask about: `tokens` are those of a sequence, `counts`
-    how often each ordinary piece occurs, if that is known."""
+    """Yield a warning for each unusual setting of a phase.
+
+    tokens: mean tokens per sequence.
+    counts: occurrences of each ordinary token; None if unknown.
+    """
     train, data = phase.train, phase.data
     if epochs > 40:
         yield f"each sentence is seen {epochs:.0f} times; more text, or a smaller train.max_steps"
@@ -262,8 +276,10 @@ def warnings(
 
 
 def check(config: Config) -> None:
-    """Print a pair as the model sees it, and have the model learn a batch by heart; raises
-    `UserError` if a parameter has no gradient or the loss stays above `OVERFIT_LOSS`."""
+    """Print an input sequence and overfit a batch.
+
+    Raises `UserError` if a parameter has no gradient or the loss stays above `OVERFIT_LOSS`.
+    """
     require(
         has_store(config),
         f"--check learns from the prepared data, and there is no store at {config.data_dir}; make "

@@ -1,11 +1,9 @@
-"""What happens before the first step: processes, the folder of the run, and the checkpoint to go on
-from."""
+"""Set up a run before its first step: processes, run folder, data, model, and the checkpoint to
+resume from."""
 
-import ctypes
 import fcntl
 import json
 import os
-import platform
 import socket
 import sys
 import time
@@ -42,7 +40,8 @@ from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut
 from pretrain.export import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
+from pretrain.models.cpu import configure_cpu, cpu_supports
 from pretrain.objectives import objectives_of
 from pretrain.optim import build_optimizers
 from pretrain.sharding import wrap_model
@@ -53,19 +52,19 @@ RUN_FILES += ("export", "vocab")
 
 @dataclass
 class Run:
-    """All that training needs, as it stands before the first step."""
+    """Everything that the training loop needs."""
 
     config: Config
     phases: list[Phase]
     accelerator: Accelerator
     store: TokenStore
-    sources: list[BatchSource]  # of each phase
+    sources: list[BatchSource]  # one for each phase
     held_out: HeldOut | None
     bare: BertForPreTraining
     model: torch.nn.Module  # `bare`, wrapped for many processes
     compiled: bool
     optimizers: list[torch.optim.Optimizer]
-    state: dict  # what a checkpoint keeps beside the tensors
+    state: dict  # what a checkpoint holds besides tensors
     lock: TextIO
 
     @property
@@ -74,14 +73,14 @@ class Run:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Tell whether this is the main process, which alone writes and prints."""
         return self.accelerator.is_main_process
 
 
 def set_up(config: Config) -> Run:
-    """Make a run ready: processes, data, the checkpoint to go on from, model and optimizers.
+    """Set up processes, data, model and optimizers, and load the newest checkpoint, if any.
 
-    Raises `UserError` for what the user can put right, before anything is written.
+    Raises `UserError` for mistakes of config or data, before anything is written.
     """
     settings, run_dir = config.train, Path(config.run_dir)
     phases = phases_of(config)
@@ -98,7 +97,7 @@ def set_up(config: Config) -> Run:
     checkpoint, state = load_resume_state(
         run_dir, fingerprint, settings.micro_batch_size, settings.extend, accelerator
     )
-    for source, sizes in zip(sources, state["part_sizes"], strict=False):  # none in a new run
+    for source, sizes in zip(sources, state["part_sizes"], strict=False):  # empty in a new run
         source.part_sizes = sizes
 
     # model and optimizers
@@ -125,8 +124,11 @@ def set_up(config: Config) -> Run:
 
 
 def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:
-    """Devices and processes; raises `UserError` if fewer processes run than the launcher was asked
-    for, or more than a batch has sequences."""
+    """Configure the device, the precision and the process group.
+
+    Raises `UserError` if fewer processes run than the launcher was asked for, or more than a batch
+    has sequences.
+    """
     launched = "WORLD_SIZE" in os.environ
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and not launched:
         raise UserError(
@@ -138,11 +140,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         die_with_parent(os.getppid())
     cuda = torch.cuda.is_available()
     if not cuda:
-        keep_freed_memory()
-    if not cuda and platform.machine() == "x86_64" and not cpu_supports("amx_tile"):
-        # float32 products by oneDNN instead of MKL, 1.1 to 1.3 x as fast on AMD and as exact; other
-        # CPUs would take bf16 products, which `precision: bf16` asks for
-        torch.set_float32_matmul_precision("medium")
+        configure_cpu()
     precision = settings.precision
     if precision == "auto":
         if cuda:
@@ -167,37 +165,18 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     return accelerator
 
 
-def cpu_supports(feature: str) -> bool:
-    """Whether the CPU has an instruction set, by torch's name for it; torch has no public question
-    for that, and where it drops this one the answer is no."""
-    ask = getattr(torch.cpu, f"_is_{feature}_supported", None)
-    return bool(ask and ask())
-
-
-def keep_freed_memory() -> None:
-    """Let the large tensors that one step frees serve the next.
-
-    The C library gives them back to the system and gets zeroed pages instead, 5 to 20 % of a step
-    on a CPU. Only glibc has this setting; elsewhere (macOS, musl) nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda parameter, value: None)
-    mmap_threshold, trim_threshold = -3, -1  # malloc.h
-    mallopt(mmap_threshold, 1 << 30)
-    mallopt(trim_threshold, (1 << 31) - 1)
-
-
 def stop_all(message: str, accelerator: Accelerator) -> NoReturn:
-    """End the run with exit code 2 on all ranks, each of which must come here; one says why."""
+    """Exit with code 2 on all ranks (a collective call); the main process prints the message."""
     if accelerator.is_main_process:
         raise UserError(message)
-    time.sleep(1)  # a launcher ends all processes when one has: the first has to speak before
+    time.sleep(1)  # a launcher kills all ranks when one exits, so the message must come first
     sys.exit(2)
 
 
 def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerator) -> None:
-    """Stop all ranks, naming the first that differs and in what, if they are not of one run.
+    """Stop all ranks if their settings or data differ, naming the first rank that differs.
 
-    Places may differ: what is in `data_dir` is compared, by the hashes in the fingerprint.
+    Paths may differ between hosts: data are compared by the hashes in the fingerprint.
     """
     train = {f"train.{name}": value for name, value in asdict(config.train).items()}
     device = accelerator.device.type
@@ -212,8 +191,8 @@ def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerato
         ]
         if differences:
             stop_all(
-                f"rank {rank} on {host} is of another run: {'; '.join(differences)}; start all "
-                "ranks with one config and the same data",
+                f"rank {rank} on {host} has a different config or data: {'; '.join(differences)}; "
+                "start all ranks with one config and the same data",
                 accelerator,
             )
     if len(ranks) > 1:
@@ -222,9 +201,10 @@ def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerato
 
 
 def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
-    """The training split and the data of each phase; raises `UserError` if there is none.
+    """Open the training split and build the data of each phase.
 
-    Prints a warning where the held-out split beside it is too small for its losses to be trusted.
+    Warns if the held-out split is too small for its losses to be trusted.
+    Raises `UserError` if there is no store.
     """
     vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
     store = TokenStore.open(Path(config.data_dir) / "store", "train", vocabulary)
@@ -235,17 +215,17 @@ def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, l
 
 
 def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
-    """The data of each phase; raises `UserError` if the corpus cannot give pairs of its length."""
+    """Build the data of each phase; raises `UserError` if the corpus has no pairs of its length."""
     sources = [BatchSource(store, phase.data, phase.seed) for phase in phases]
     for phase, source in zip(phases, sources, strict=True):
         source.part_size(0)
         if phase.start:
-            source.parts.clear()  # until its turn: 3.3 bytes a token
+            source.parts.clear()  # rebuilt when the phase starts; takes 3.3 bytes per token
     return sources
 
 
 def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
-    """The model as a run starts with it; without pairs to judge, the NSP head does not train."""
+    """Build the initial model; under objective `none`, pooler and NSP head are not trained."""
     torch.manual_seed(config.seed)
     objectives = objectives_of(config.data.objective)
     model = BertForPreTraining(config.model, vocab_size, objectives)
@@ -257,9 +237,9 @@ def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
 
 
 def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
-    """The fingerprint of the run that `config` describes on this store and these processes.
+    """Build the fingerprint of a run from its config, its data and the precision in use.
 
-    Raises `UserError` if the model has another id of [PAD] than the vocabulary.
+    Raises `UserError` if model and vocabulary have different ids of [PAD].
     """
     pad = store.vocabulary["[PAD]"]
     check(
@@ -273,17 +253,17 @@ def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator)
 
 
 def is_run(run_dir: Path) -> bool:
-    """Whether a folder without the marker is a run: a copy without it, or an earlier version's."""
+    """Recognize the folder of a run that lacks the marker file, as earlier versions wrote it."""
     record = (run_dir / "metrics.jsonl").exists()
     known = (run_dir / "lock").exists() or (run_dir / "fingerprint.json").exists()
     return record and known or any(run_dir.glob("checkpoints/step-*/manifest.json"))
 
 
 def lock_run(run_dir: Path, accelerator: Accelerator):
-    """Claim the folder of a run and lock it: two jobs in one would write over each other.
+    """Create and lock the run folder, so that two jobs cannot overwrite each other's files.
 
-    Returns the open lock file. Raises `UserError` if the folder is in use, or holds files of the
-    user's under names that a run writes.
+    Returns the open lock file. Raises `UserError` if the folder is in use, or holds the user's own
+    files under names that a run writes.
     """
     if not accelerator.is_main_process:
         return open(os.devnull)
@@ -305,9 +285,10 @@ def lock_run(run_dir: Path, accelerator: Accelerator):
 def load_resume_state(
     run_dir: Path, fingerprint: dict, micro_batch_size: int, extend: bool, accelerator: Accelerator
 ) -> tuple[Path | None, dict]:
-    """(checkpoint to go on from or None, state of the run), the same for all ranks.
+    """Find the checkpoint to resume from and read its state (a collective call).
 
-    Raises `UserError` if the run is of another config.
+    Returns (checkpoint or None, state), the same on all ranks. Raises `UserError` if the run has a
+    different fingerprint.
     """
     found = [newest_checkpoint(run_dir / "checkpoints") if accelerator.is_main_process else None]
     broadcast_object_list(found)
@@ -327,17 +308,18 @@ def load_resume_state(
 
 
 def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:
-    """Put what an export needs into the folder of the run, which may then be moved: the vocabulary,
-    and what the run is."""
+    """Copy the vocabulary and the fingerprint into the run folder.
+
+    The folder can then be moved and exported without its `data_dir`.
+    """
     install_files(vocab_dir, run_dir / "vocab", TOKENIZER_FILES)
     write_file(run_dir / "fingerprint.json", json.dumps(fingerprint, indent=1).encode() + b"\n")
 
 
 def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) -> HeldOut | None:
-    """The held-out pairs beside the training split `store`; None if there are no documents, and,
-    with a warning, if they are too few for any."""
+    """Build the held-out batches; None, with a warning, if the held-out split gives no pairs."""
     if not store.manifest["held_out"]["documents"]:
-        return None  # as `open_token_store` said
+        return None  # `open_token_store` has warned
     settings = config.train
     try:
         return HeldOut(

@@ -1,9 +1,9 @@
-"""model -> **one model on many processes**: DDP, or FSDP2 where the launcher's config asks for it.
+"""Distribute a model over processes: DDP, or FSDP2 if the launcher's config asks for it.
 
-Under FSDP2 (Zhao et al. 2023, arXiv:2304.11277) weights, gradients and optimizer states lie in
-shards of float32, a layer's weights being gathered while it computes; products are of autocast's
-type, as under DDP, so the numbers are the same. Checkpoints hold whole tensors: they do not tell
-how many processes wrote them.
+FSDP2 (Zhao et al. 2023, arXiv:2304.11277) shards weights, gradients and optimizer states, all in
+float32, and gathers the weights of a layer while it computes. Products use the autocast dtype, as
+under DDP, so the results agree. Checkpoints hold unsharded tensors and can be resumed on any number
+of processes.
 """
 
 import os
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,19 +19,22 @@ from data_pipeline.config import check
 
 
 def asks_for_shards() -> bool:
-    """Whether the launcher's config says FSDP; raises `UserError` for FSDP1."""
+    """Tell whether the launcher's config asks for FSDP; raises `UserError` for FSDP1."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     check(
         not asked or os.environ.get("FSDP_VERSION") == "2",
-        "FSDP is asked for, and not version 2; set fsdp_config: {fsdp_version: 2} in accelerate's "
-        "config, as configs/accelerate/fsdp_8.yaml does",
+        "the launcher asks for FSDP, and not version 2; set fsdp_config: {fsdp_version: 2} in "
+        "accelerate's config, as configs/accelerate/fsdp_8.yaml does",
     )
     return asked
 
 
 def wrap_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """`model` (with `.layers`) on this process's device, wrapped for many; its parameters are then
-    the ones to optimize."""
+    """Move a model to this process's device and wrap it in DDP or FSDP2.
+
+    model: has `.layers`, each of which becomes an FSDP2 unit.
+    Build optimizers afterwards: FSDP2 replaces the parameters of `model`.
+    """
     if not asks_for_shards():
         return accelerator.prepare(model.to(accelerator.device))
     from torch.distributed.device_mesh import init_device_mesh
@@ -51,32 +53,31 @@ def wrap_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def no_sync(model: nn.Module, accelerator: Accelerator) -> AbstractContextManager:
-    """Gradients of a micro-batch that is not the step's last stay on their process; shards have no
-    room for that and are summed each time."""
+    """Defer the gradient reduction of a micro-batch that is not the last of its step.
+
+    Does nothing under FSDP2, where deferring would need memory for the unsharded gradients.
+    """
     return nullcontext() if asks_for_shards() else accelerator.no_sync(model)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; the norm they had."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    sharded = any(isinstance(grad, DTensor) for grad in grads)
-    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    norm = torch.stack(torch._foreach_norm(grads)).norm()
-    if sharded:
-        squared = norm.square()
-        dist.all_reduce(squared)
-        norm = squared.sqrt()
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    """Scale all gradients in place so that their total norm is at most `max_norm`.
+
+    A collective call under FSDP2. Returns the norm before scaling, a scalar.
+    """
+    return unshard(nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
 def unshard(tensor: Tensor) -> Tensor:
-    """A tensor as it is without shards; all processes must ask for it together."""
+    """Return the unsharded tensor (a collective call)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This process's share of a whole tensor, laid out as the parameter `like` if of its shape."""
+    """Shard an unsharded tensor like the parameter `like`, if their shapes agree.
+
+    Other tensors, such as the step count of an optimizer, are only moved to its device.
+    """
     tensor = tensor.to(like.device)
     if isinstance(like, DTensor) and tensor.shape == like.shape:
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,5 +1,4 @@
-"""Once in a while: the record of a run. `metrics.jsonl` is the truth, wandb and the curves are
-drawn from it."""
+"""Record the metrics of a run in `metrics.jsonl`, report them to wandb, and draw curves."""
 
 import json
 import secrets
@@ -9,11 +8,10 @@ from pretrain.checkpoint import to_json
 
 
 class Tracker:
-    """Appends metrics to `run_dir/metrics.jsonl`, and reports them to wandb when a project is
-    given.
+    """Append metrics to `run_dir/metrics.jsonl` and report them to a wandb project, if given.
 
-    What an earlier run wrote after `step`, where this one goes on, is taken back. Trouble with
-    wandb is a warning.
+    Removes lines after `step`, which a resumed run writes again. An error of wandb turns it off
+    with a warning.
     """
 
     def __init__(self, run_dir: Path, step: int, project: str | None, config: dict):
@@ -28,6 +26,7 @@ class Tracker:
             self.try_wandb(lambda: self.start_wandb(run_dir, project, config))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record metrics after `step` finished steps."""
         self.file.write(to_json({"step": step} | metrics) + "\n")
         self.file.flush()
         if self.wandb:
@@ -41,7 +40,7 @@ class Tracker:
     def start_wandb(self, run_dir: Path, project: str, config: dict) -> None:
         import wandb
 
-        name = run_dir / "wandb_id.txt"  # a run that goes on is the same run there
+        name = run_dir / "wandb_id.txt"  # a resumed run continues its wandb run
         if not name.exists():
             name.write_text(secrets.token_hex(4))
         self.wandb = wandb.init(
@@ -57,13 +56,13 @@ class Tracker:
     def try_wandb(self, action) -> None:
         try:
             action()
-        except Exception as error:  # whatever it is: tracking never stops a run
+        except Exception as error:  # of any kind: tracking must not stop a run
             self.wandb = None
-            print(f"warning: wandb is off for this run, metrics.jsonl goes on: {error}")
+            print(f"warning: wandb is off for this run, metrics.jsonl is still written: {error}")
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a `metrics.jsonl`; a last line that a killed run did not finish is left out."""
+    """Read the lines of a `metrics.jsonl`, without an incomplete last line of a killed run."""
     lines = []
     if path.exists():
         for line in path.read_text().splitlines():
@@ -75,7 +74,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def draw_curves(run_dir: Path) -> Path | None:
-    """Draw `curves.png`: losses beside their baselines, accuracies; None without matplotlib."""
+    """Draw losses, accuracies and baselines to `curves.png`; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:

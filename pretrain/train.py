@@ -1,5 +1,16 @@
-"""The training loop: the file to open first. Batches -> model -> loss -> update, and once in a
-while the rest."""
+"""The training loop. Open this file first: micro-batches, model, loss, backward pass, clipping,
+update, then logging, evaluation and checkpoints at their intervals.
+
+Counts are global. The loss of a step divides each objective's sum by the number of its labels in
+the whole step, over all micro-batches and processes, not by those of one micro-batch. Example: a
+step has two micro-batches with 10 and 30 masked tokens, whose losses sum to 50 and 60 nats.
+
+    mean of the two means:   (50 / 10 + 60 / 30) / 2 = 3.50
+    global count:            (50 + 60) / (10 + 30)   = 2.75
+
+The first weighs a token of the small micro-batch three times as much as one of the large, so the
+gradient would change with `micro_batch_size` and the number of processes. The second does not.
+"""
 
 import gc
 import math
@@ -22,7 +33,8 @@ from pretrain.config import Config, Phase, phase_at
 from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
 from pretrain.evaluate import evaluate, sample_counts
 from pretrain.export import export_checkpoint
-from pretrain.metrics import Clock, compiled_graphs, count_flops, peak_flops, to_metrics
+from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
+from pretrain.models.bert import count_flops
 from pretrain.monitor import Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
@@ -32,9 +44,10 @@ from pretrain.tracking import Tracker, draw_curves
 
 
 def train(config: Config) -> None:
-    """Train the model of a config on its token store, from where `run_dir` stands, and export it.
+    """Train a model as the config says, resuming from the newest checkpoint of `run_dir`, and
+    export it.
 
-    Raises `UserError` for what the user can put right, before anything is written.
+    Raises `UserError` for mistakes of config or data, before anything is written.
     """
     run = set_up(config)
     record = Record(run)
@@ -52,16 +65,15 @@ def train(config: Config) -> None:
             last = i == len(micro_batches) - 1
             with nullcontext() if last else no_sync(run.model, accelerator):
                 rows = run.model(batch)
-                # by the counts of the whole step: however it is divided, it has one gradient
+                # global counts: the same gradient however the step is divided
                 loss = (weights * rows[:, 0] / counts).sum()
-                accelerator.backward(loss * accelerator.num_processes)  # DDP averages over them
+                accelerator.backward(loss * accelerator.num_processes)  # DDP averages
             sums += rows.detach()
         grad_norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf).item()
         rate = learning_rate(step - phase.schedule_start, phase.train)
         sums = accelerator.reduce(sums)
-        if record.monitor.has_finite_gradient(
-            step, grad_norm
-        ):  # the same on all ranks, as the gradient is
+        # grad_norm is the same on all ranks, and so is the decision
+        if record.monitor.has_finite_gradient(step, grad_norm):
             update(run.optimizers, rate)
             record.sums += sums
         zero_gradients(run.optimizers)
@@ -70,7 +82,7 @@ def train(config: Config) -> None:
         done, ended = step + 1, step + 1 == settings.max_steps
         record.bar.update()
         if record.monitor.should_abort():
-            give_up(run, record, step, sums)
+            abort_run(run, record, step, sums)
         if done % settings.log_every == 0 or ended:
             record.log(run, done, {"train/learning_rate": rate, "train/grad_norm": grad_norm})
         if run.held_out and (done % settings.eval_every == 0 or ended):
@@ -81,7 +93,7 @@ def train(config: Config) -> None:
 
 
 class Record:
-    """What is kept of a run beside its weights: sums for the log, speed, health, the bar."""
+    """The bookkeeping of a run: sums for the log, speed, health checks, tracker, progress bar."""
 
     def __init__(self, run: Run):
         settings, state, device = run.config.train, run.state, run.accelerator.device
@@ -92,16 +104,16 @@ class Record:
         self.bar = progress_bar(
             "training", settings.max_steps, "step", state["step"], disable=not run.main
         )
-        self.say = self.bar.write if run.main else lambda line: None
+        self.log_line = self.bar.write if run.main else lambda line: None
         counts, unknown = sample_counts(run.store), run.store.vocabulary["[UNK]"]
         kept = state.get("monitor", {})
-        self.monitor = Monitor(run.phases[0].train, counts, unknown, kept, self.say)
+        self.monitor = Monitor(run.phases[0].train, counts, unknown, kept, self.log_line)
         if run.main:
             project = run.config.tracking.wandb
             self.tracker = Tracker(run.run_dir, state["step"], project, asdict(run.config))
 
     def log(self, run: Run, done: int, others: dict[str, float]) -> None:
-        """Record the means since the last log line, and begin new ones."""
+        """Log the means since the last log line and reset the sums."""
         metrics = to_metrics(self.sums, "train", run.bare.objectives) | self.clock.speed() | others
         if run.compiled:
             metrics["perf/compiled_graphs"] = compiled_graphs()
@@ -113,7 +125,7 @@ class Record:
 
 
 def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
-    """The micro-batches of each step that is left, on the device, with their operations."""
+    """Prefetch the remaining steps: (micro-batches on the device, FLOPs of the step)."""
     accelerator = run.accelerator
     rank, world_size = accelerator.process_index, accelerator.num_processes
     flops = partial(count_flops, model=run.config.model, vocab_size=len(run.store.vocabulary))
@@ -123,25 +135,25 @@ def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
     )
 
 
-def give_up(run: Run, record: Record, step: int, sums: torch.Tensor) -> NoReturn:
-    """End a run whose gradients are not finite any more."""
+def abort_run(run: Run, record: Record, step: int, sums: torch.Tensor) -> NoReturn:
+    """Stop all ranks after too many steps in a row without a finite gradient."""
     record.bar.close()
     losses = sums[:, 0].tolist()
-    why = record.monitor.give_up(run.run_dir, step, run.phases, losses) if run.main else ""
+    why = record.monitor.dump_bad_batch(run.run_dir, step, run.phases, losses) if run.main else ""
     stop_all(why, run.accelerator)
 
 
 def evaluate_run(run: Run, record: Record, done: int) -> None:
-    """Measure the model on the held-out pairs, and keep the result for checkpoint and export."""
+    """Evaluate the model on the held-out pairs; checkpoint and export record the result."""
     with record.clock.paused():
         run.state["evaluation"] = evaluate(run.bare, run.held_out, run.accelerator)
     if run.main:
         record.tracker.log(done, run.state["evaluation"])
-        record.say(f"step {done:,}: {say_evaluation(run.state['evaluation'])}")
+        record.log_line(f"step {done:,}: {say_evaluation(run.state['evaluation'])}")
 
 
 def save_run(run: Run, record: Record, done: int) -> None:
-    """Write a checkpoint, all ranks together."""
+    """Write a checkpoint (a collective call)."""
     sizes = [source.part_sizes for source in run.sources]
     run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
     run.state["monitor"] = record.monitor.state
@@ -152,7 +164,7 @@ def save_run(run: Run, record: Record, done: int) -> None:
 
 
 def finish(run: Run, record: Record) -> None:
-    """Export the last checkpoint, say how good it is, and leave the process group."""
+    """Draw the curves, export the last checkpoint, print a summary and leave the process group."""
     record.bar.close()
     state, run_dir = run.state, run.run_dir
     if run.main:
@@ -165,7 +177,7 @@ def finish(run: Run, record: Record) -> None:
     run.accelerator.wait_for_everyone()
     del run.model, run.bare, run.optimizers
     run.accelerator.free_memory()
-    gc.collect()  # a gloo process that ends with its model alive may abort
+    gc.collect()  # a gloo process that exits with its model alive may abort
     run.accelerator.end_training()
     run.lock.close()
 
@@ -173,13 +185,12 @@ def finish(run: Run, record: Record) -> None:
 def read_steps(
     phases: list[Phase], sources: list[BatchSource], start: int, rank: int, world_size: int
 ) -> Iterator[list[Batch]]:
-    """What one rank trains on from step `start` to the end: the micro-batches of a step at a
-    time."""
+    """Yield the micro-batches of one rank for each step from `start` to the end."""
     for phase, source in zip(phases, sources, strict=True):
         sizes = (phase.train.global_batch_size, phase.train.micro_batch_size)
         for step in range(max(start, phase.start), phase.end):
             yield source.step(step - phase.start, *sizes, rank, world_size)
-        source.parts.clear()  # its turn is over
+        source.parts.clear()  # the phase is over: free its data
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -194,15 +205,19 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
 def count_asked(
     objectives: tuple, micro_batches: list[Batch], accelerator: Accelerator
 ) -> torch.Tensor:
-    """How many tokens, pairs, ... each objective asks of in the whole step, over all micro-batches
-    and processes, at least 1: int64 (objectives,)."""
+    """Count the labels of each objective in the whole step, over all micro-batches and processes.
+
+    Returns int64 (objectives,), at least 1 each, so that a step without labels has loss 0.
+    """
     counts = [sum(one.count(batch) for batch in micro_batches) for one in objectives]
     return accelerator.reduce(torch.tensor(counts, device=accelerator.device)).clamp(min=1)
 
 
 def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
-    """The sums since the last log line, (objectives, ROW); a state of schema 1 had them of two
-    objectives, by column."""
+    """Read the sums since the last log line from a checkpoint's state, (objectives, ROW).
+
+    Schema 1 stored them under `window`, flat and column by column.
+    """
     if "window" in state:
         both = state.pop("window")
         return [both[i::2] for i in range(len(objectives))]
@@ -210,13 +225,13 @@ def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
 
 
 def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Free the gradients, used or not."""
+    """Free all gradients."""
     for optimizer in optimizers:
         optimizer.zero_grad()
 
 
 def update(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
-    """Make one step with the gradients, at this learning rate."""
+    """Update the parameters at learning rate `rate`."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate

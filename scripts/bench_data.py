@@ -1,4 +1,4 @@
-"""`benchmark.py data`, `loader` and `sentences`: text -> vocabulary, store, masked batches."""
+"""`benchmark.py data`, `loader`, `sentences`: measure preparation, batches, sentence splitting."""
 
 import json
 import os
@@ -26,10 +26,10 @@ from data_pipeline.corpus.readers import Rejects, list_file_chunks, read_documen
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 
-SAMPLE_BYTES = 2_000_000  # of the corpus, for peers that would take minutes for all of it
-OURS_TOKENS, PEER_TOKENS = 2_000_000, 50_000  # of a run of the loader
+SAMPLE_BYTES = 2_000_000  # of the corpus, for peers that are too slow for all of it
+OURS_TOKENS, PEER_TOKENS = 2_000_000, 50_000  # tokens per run of the loader
 LENGTHS, BATCH_SIZES = (128, 512), (32, 256)
-LANGUAGES = {  # files of rules, named as pySBD's tests are
+LANGUAGES = {  # names of pySBD's rule files -> language
     **{"arabic": "ar", "armenian": "hy", "bulgarian": "bg", "chinese": "zh", "deutsch": "de"},
     **{"dutch": "nl", "english": "en", "french": "fr", "greek": "el", "hindi": "hi"},
     **{"italian": "it", "japanese": "ja", "persian": "fa", "polish": "pl", "russian": "ru"},
@@ -47,7 +47,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
     tokenizer = Tokenizer.from_file(str(data_dir / "vocab/tokenizer.json"))
 
     def build() -> int:
-        """The whole of preparation but the training of the vocabulary, on one core."""
+        """Run all of preparation except vocabulary training, on one core."""
         with TemporaryDirectory(dir=data_dir.parent) as folder:
             again = replace(config, data_dir=folder)
             with (
@@ -96,7 +96,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
 
 
 def measure_preparation(config: DataConfig, runs: int) -> None:
-    """Time, memory and size of `python -m data_pipeline`, as anyone runs it; leaves the data."""
+    """Measure time, memory and store size of `python -m data_pipeline`; keeps the data."""
     data_dir, file = Path(config.data_dir), config.corpus.files
     OmegaConf.save(OmegaConf.structured(config), data_dir.parent / "config.yaml")
     ours_command = [sys.executable, "-m", "data_pipeline", str(data_dir.parent / "config.yaml")]
@@ -125,7 +125,7 @@ def measure_preparation(config: DataConfig, runs: int) -> None:
 
 
 def sample_documents(config: DataConfig) -> list[list[str]]:
-    """Sentences of documents from all over the corpus, `SAMPLE_BYTES` in all."""
+    """Sample about `SAMPLE_BYTES` of documents across the corpus, split into sentences."""
     split, rejects = sentence_splitter(config.corpus.language), Rejects()
     pieces = list_file_chunks(config.corpus)
     every = max(1, os.path.getsize(config.corpus.files) // SAMPLE_BYTES)
@@ -135,7 +135,7 @@ def sample_documents(config: DataConfig) -> list[list[str]]:
 
 
 def measure_sentences(folder: Path) -> None:
-    """How many texts are split as golden rules say, which are one reasonable reading each."""
+    """Count the texts that are split as pySBD's golden rules expect."""
     paths = [p for p in sorted(folder.glob("*.json")) if p.stem.split("_")[0] in LANGUAGES]
     if not paths:
         raise UserError(f"no golden rules at {folder}/LANGUAGE.json; name their folder by --rules")
@@ -174,7 +174,7 @@ def measure_loader(config: DataConfig, runs: int) -> None:
 def measure_batches(
     store: TokenStore, vocab_dir: Path, length: int, batch_size: int, runs: int
 ) -> None:
-    """Finished batches against transformers' collator, as its users set it up and at its best."""
+    """Compare batches with transformers' collator, as commonly set up and at its best."""
     try:
         import datasets
         from transformers.utils import logging
@@ -210,7 +210,7 @@ def measure_batches(
 
 
 def batches(source: BatchSource, batch_size: int, tokens: int | None) -> Iterator:
-    """Batches of an epoch from its start, one a step, until they hold `tokens`."""
+    """Yield the first batches of an epoch until they hold `tokens`; None: all of them."""
     for step in range(source.epoch_size(0) // batch_size or 1):
         (batch,) = source.step(step, batch_size, batch_size, rank=0, world_size=1)
         yield batch

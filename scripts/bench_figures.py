@@ -1,4 +1,4 @@
-"""How the benchmarks measure, and how they show a figure."""
+"""Measure and print the figures of the benchmarks."""
 
 import json
 import os
@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent
 def rates(
     ours: Callable[[], int], peer: Callable[[], int] | None, runs: int
 ) -> tuple[list[float], list[float]]:
-    """Units of work a second of CPU time of both, by turns; each call returns its units of work."""
+    """Measure both sides in turns; a call returns its units of work.
+
+    Returns the units per second of CPU time of each run, for both sides.
+    """
     found: tuple[list[float], list[float]] = ([], [])
     for run in range(runs + 1):
         for work, kept in zip((ours, peer), found, strict=True):
@@ -40,7 +43,7 @@ def show(
     smaller_is_better: bool = False,
     threads: int = 1,
 ) -> None:
-    """Print a figure from the values of each run."""
+    """Print a figure as a JSON line, from the values of each run."""
     medians = [median(values) if values else None for values in (ours, peer)]
     ratio = None
     if peer:
@@ -52,7 +55,7 @@ def show(
 
 
 def rounded(value):
-    """Numbers to three digits, at any depth: more would claim too much."""
+    """Round floats at any depth to three significant digits."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -61,10 +64,10 @@ def rounded(value):
 
 
 def watch(command: list[str], until: Path | None = None) -> tuple[float, float, float, float]:
-    """Run a command to its end: (seconds, peak bytes) when file `until` came to be, and in all.
+    """Run a command and measure its time and memory until file `until` exists, and to the end.
 
-    The peak is of all its processes together, by their proportional share of memory (Linux),
-    looked at every 50 ms.
+    Returns (seconds, peak bytes, seconds, peak bytes). The peak is the proportional set size of all
+    its processes, sampled every 50 ms (Linux).
     """
     start, peak, early = time.perf_counter(), 0, None
     env = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "true"}
@@ -83,7 +86,7 @@ def watch(command: list[str], until: Path | None = None) -> tuple[float, float, 
 
 
 def session_memory(session: int) -> int:
-    """Bytes of memory that the processes of a session use together."""
+    """Sum the memory of all processes of a session, in bytes."""
     total = 0
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -91,11 +94,11 @@ def session_memory(session: int) -> int:
             if int(fields[3]) == session:
                 rollup = (entry / "smaps_rollup").read_text()
                 total += 1024 * int(rollup.partition("\nPss:")[2].split()[0])
-        except (OSError, IndexError):  # it has ended meanwhile
+        except (OSError, IndexError):  # the process has ended
             continue
     return total
 
 
 def quiet():
-    """stdout is for figures."""
+    """Redirect stdout to stderr, since stdout is for figures."""
     return redirect_stdout(sys.stderr)

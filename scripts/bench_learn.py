@@ -1,11 +1,11 @@
-"""`benchmark.py learn`: what the same model has learned after the same minutes of one core.
+"""`benchmark.py learn`: compare what the same model learns in the same CPU time on one core.
 
-The peer is transformers' `BertForPreTraining` with AdamW under Accelerate, on pairs that were made
-once (ours, before masking), which its whole-word collator masks afresh: bf16, fused AdamW, linear
-warm-up and decay, each batch cut to its longest. Neither the making of its pairs nor the evaluation
-counts. Both are judged by our evaluation on the held-out documents.
+The peer is transformers' `BertForPreTraining` with AdamW under Accelerate, on static
+pairs of ours that its whole-word collator masks anew each epoch: bf16, fused AdamW, linear warm-up
+and decay, each batch cut to its longest sequence. Building its pairs and evaluating take no time
+from it. Both models are evaluated by our evaluation on the held-out documents.
 
-`python scripts/bench_learn.py {ours,peer} MINUTES CONFIG [key=value ...]` is one side of it.
+`python scripts/bench_learn.py {ours,peer} MINUTES CONFIG [key=value ...]` runs one side.
 """
 
 import os
@@ -30,18 +30,18 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
-from pretrain.export import from_hf, hf_config, load_export, to_hf
-from pretrain.model import BertForPreTraining
+from pretrain.export import load_export
+from pretrain.models.bert import BertForPreTraining, from_hf, hf_config, to_hf
 from pretrain.train import train
 
 PEER_BATCH_SIZE, PEER_RATE = 32, 1e-3
-PEER_SHARE = 0.15  # that its collator masks, and is masked where both are judged
-PEER_EXAMPLES = 40_000  # it does not see as many in 20 minutes
-TRIAL_STEPS = 20  # of ours, that say how many fit into the minutes
+PEER_SHARE = 0.15  # of tokens masked, by its collator and in the evaluation of both
+PEER_EXAMPLES = 40_000  # more than it sees in 20 minutes
+TRIAL_STEPS = 20  # of ours, to find how many steps fit into the time
 
 
 def measure_learning(config: DataConfig, path: str, minutes: float) -> None:
-    """The held-out losses of both sides after as many minutes of a core each, side by side."""
+    """Train both sides for the same CPU time and print their held-out metrics."""
     with quiet():
         prepare(config)
     sides = [learn(side, minutes, path) for side in ("ours", "peer")]
@@ -63,14 +63,14 @@ def measure_learning(config: DataConfig, path: str, minutes: float) -> None:
 
 
 def learn(side: str, minutes: float, config_path: str) -> subprocess.Popen:
-    """One side in a process of its own, whose last line is its held-out metrics."""
+    """Start one side in its own process; its last line of output holds the held-out metrics."""
     command = [sys.executable, __file__, side, str(minutes), config_path, "train.precision=bf16"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTraining:
-    """The trainer itself, without evaluation on its way and with as many steps as fit."""
+    """Train with this project, without evaluation, for as many steps as fit."""
 
     def run(name: str, steps: int) -> float:
         settings = replace(

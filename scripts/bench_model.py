@@ -1,8 +1,8 @@
-"""`benchmark.py model`: a training step against transformers' `BertForPreTraining`.
+"""`benchmark.py model`: compare a training step with transformers' `BertForPreTraining`.
 
-Same weights, same examples, same dropout; the peer padded to the full length with AdamW under
-Accelerate, as its users set it up, and at its best simple setting: bf16, batches of similar length,
-fused AdamW, the faster matrix products.
+Both have the same weights, examples and dropout. The peer runs under Accelerate, first as commonly
+set up (AdamW, padding to the full length), then tuned: bf16, batches of similar length, fused
+AdamW, faster matrix products.
 """
 
 import json
@@ -27,9 +27,8 @@ from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.export import hf_config, to_hf
-from pretrain.metrics import count_flops, peak_flops
-from pretrain.model import BertForPreTraining
+from pretrain.metrics import peak_flops
+from pretrain.models.bert import BertForPreTraining, count_flops, hf_config, to_hf
 from pretrain.optim import build_optimizers
 
 SIZES = {  # layers, hidden size
@@ -40,19 +39,19 @@ SIZES = {  # layers, hidden size
     "large": (24, 1024),
 }
 BATCH_SIZE = {"cpu": 32, "cuda": 256}
-TARGETS = {  # (against the peer as its users run it, at its best) by size
+TARGETS = {  # size -> (against the common setup, against the tuned one)
     "tiny": ("ratio >= 12", "ratio >= 7"),
     "mini": ("ratio >= 6.5", "ratio >= 4"),
     "small": ("ratio >= 4.5", "ratio >= 3"),
 }
-POOL = 16  # batches that are made ready beforehand; the peer at its best sorts them by length
+POOL = 16  # batches built beforehand; the tuned peer sorts their sequences by length
 Step = Callable[[], int]  # does a training step, returns its real tokens
 
 
 def measure_model(
     config: DataConfig, sizes: tuple[str, ...], device: str, threads: int, runs: int
 ) -> None:
-    """A training step against transformers' model, the best of ours against the best of theirs."""
+    """Measure training steps of both sides at each size and length."""
     with quiet():
         prepare(config)
     data_dir = Path(config.data_dir)
@@ -119,7 +118,7 @@ def compare_steps(
 
 
 def compare_processes(config: DataConfig, size: str, runs: int) -> None:
-    """The trainer in two processes of one thread each, against one of two threads, in bf16."""
+    """Compare two processes of one thread with one process of two threads, in bf16."""
     layers, hidden = SIZES[size]
     sizes = {
         "num_hidden_layers": layers,
@@ -154,7 +153,7 @@ def compare_processes(config: DataConfig, size: str, runs: int) -> None:
 
 @dataclass
 class Task:
-    """What both sides do: a model of this size on these examples."""
+    """The model and the batches that both sides train on."""
 
     model: ModelConfig
     vocabulary: Vocabulary
@@ -235,7 +234,7 @@ def peer(task: Task, bf16: bool, tuned: bool, compiled: bool = False) -> Step:
 
 
 def padded(batch: Batch) -> dict[str, torch.Tensor]:
-    """To the length that every sequence may have, as the peer's data come."""
+    """Pad a batch to the full length, as the peer's data usually are."""
     length = -(-batch.max_length // 128) * 128
     rows = batch.padded()
     fillers = {"labels": -100}
@@ -248,7 +247,7 @@ def padded(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def of_similar_length(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """The same sequences sorted by length, batches cut to their longest and in mixed order."""
+    """Regroup sequences by length, cut batches to their longest, and shuffle the batches."""
     size = len(batches[0]["input_ids"])
     whole = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
     lengths = whole["attention_mask"].sum(1)
@@ -261,7 +260,7 @@ def of_similar_length(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, 
 
 
 def tokens_per_second(steps: dict[str, Step], runs: int, threads: int) -> dict[str, list[float]]:
-    """Of each, by turns: CPU time on one thread, the clock on more or on a GPU."""
+    """Measure each step in turns: CPU time on one thread, wall time on more or on a GPU."""
     cuda = torch.cuda.is_available()
     clock = time.process_time if threads == 1 and not cuda else time.perf_counter
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -280,7 +279,7 @@ def tokens_per_second(steps: dict[str, Step], runs: int, threads: int) -> dict[s
 
 
 def padding_share(task: Task) -> float:
-    """The part of a step's multiplications that no real token, masked position or pair needs."""
+    """Compute the share of a forward pass's FLOPs that are spent on padding."""
     model = BertForPreTraining(task.model, len(task.vocabulary)).to(task.device).eval()
     batch = task.batches[0].to(task.device)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -290,24 +289,23 @@ def padding_share(task: Task) -> float:
 
 
 def peak_memory(step: Step, device: torch.device, count: int = 4) -> int:
-    """Bytes at the highest point of some steps (Linux)."""
+    """Measure the peak memory of a few steps, in bytes (Linux)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for _ in range(count):
         step()
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else memory("VmHWM")
 
 
 def memory(name: str) -> int:
-    """Bytes of this process, by one of the names of /proc/self/status."""
+    """Read a field of /proc/self/status, in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
 
 
 def memory_of(side: str, data_dir: Path, size: str, length: int, device: str) -> int:
-    """`peak_memory` of one side above what its process held before the model was built, in a
-    process of its own."""
+    """Measure `peak_memory` of one side in its own process, less the memory before the model."""
     command = [sys.executable, __file__, side, str(data_dir), size, str(length), device]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
@@ -315,7 +313,7 @@ def memory_of(side: str, data_dir: Path, size: str, length: int, device: str) ->
 
 
 def speeds(config_path: str, overrides: list[str], processes: int) -> list[dict]:
-    """The speeds that the trainer records on two threads in all, without the first: its warm-up."""
+    """Train on two threads in total; returns the logged metrics without the warm-up line."""
     launch = ["-m", "accelerate.commands.launch", "--config_file"]
     launch += [str(ROOT / "configs/accelerate/cpu_2.yaml")]
     command = [sys.executable, *(launch if processes > 1 else []), "-m", "pretrain", config_path]
@@ -328,7 +326,7 @@ def speeds(config_path: str, overrides: list[str], processes: int) -> list[dict]
 
 def main() -> None:
     side, data_dir, size, length, device = sys.argv[1:]
-    import transformers  # noqa: F401  so that both start from the same
+    import transformers  # noqa: F401  for both sides, so that both start from the same memory
 
     torch.set_num_threads(1)
     cuda = device == "cuda"

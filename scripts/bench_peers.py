@@ -1,8 +1,8 @@
-"""What `benchmark.py` measures against: each peer as its users would set it up, and a slow
-rendering of google-research/bert's `create_pretraining_data.py` from a description of its rules.
+"""The peers of `benchmark.py`, as commonly set up, and a reimplementation of google-research/bert's
+`create_pretraining_data.py` from a description of its rules.
 
-`python scripts/bench_peers.py SIZE MIN_FREQUENCY LOWERCASE FILE` trains a vocabulary as
-`tokenizers` does it.
+`python scripts/bench_peers.py SIZE MIN_FREQUENCY LOWERCASE FILE` trains a vocabulary with
+`tokenizers`.
 """
 
 import random
@@ -17,7 +17,7 @@ Document = list[list[str]]  # sentences of pieces
 
 
 def train_tokenizers_wordpiece(path: str, size: int, min_frequency: int, lowercase: bool) -> None:
-    """WordPieceTrainer on the raw text, with BERT's normaliser and pre-tokeniser."""
+    """Run WordPieceTrainer on raw text, with BERT's normaliser and pre-tokeniser."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -36,7 +36,7 @@ def train_tokenizers_wordpiece(path: str, size: int, min_frequency: int, lowerca
 
 
 def collator(vocab_dir: Path, return_tensors: str):
-    """transformers' whole-word collator; it can only hide every chosen word behind [MASK]."""
+    """Build transformers' whole-word collator, which supports [MASK] as the only replacement."""
     from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 
     return DataCollatorForLanguageModeling(
@@ -49,8 +49,10 @@ def collator(vocab_dir: Path, return_tensors: str):
 
 
 def padded_examples(batch, continues: np.ndarray, length: int) -> Iterator[dict[str, list]]:
-    """The sequences of an unmasked batch as that collator needs them: padded, with offsets in the
-    text, one character a piece and one between words."""
+    """Convert an unmasked batch for that collator: padded, with character offsets.
+
+    Offsets are made up: one character per token and one between words.
+    """
     edges = batch.cu_seqlens.tolist()
     for start, end in zip(edges, edges[1:], strict=False):
         ids, types = batch.input_ids[start:end].numpy(), batch.token_type_ids[start:end]
@@ -71,8 +73,7 @@ def padded_examples(batch, continues: np.ndarray, length: int) -> Iterator[dict[
 
 
 def basic_words(text: str) -> list[str]:
-    """Cleaned, lower-cased, without accents, cut at white space, punctuation and Chinese
-    characters."""
+    """Split text as BERT's basic tokenizer does, lower-cased and without accents."""
     out = []
     for character in text:
         code, kind = ord(character), unicodedata.category(character)
@@ -100,7 +101,7 @@ def basic_words(text: str) -> list[str]:
 
 
 def greedy_pieces(word: str, vocabulary: dict[str, int]) -> list[str]:
-    """The longest piece that fits, again and again; [UNK] for the word if none does."""
+    """Split a word into WordPiece tokens by longest match first; [UNK] if that fails."""
     if len(word) > 200:
         return ["[UNK]"]
     pieces, start = [], 0
@@ -122,8 +123,7 @@ def greedy_pieces(word: str, vocabulary: dict[str, int]) -> list[str]:
 def original_examples(
     documents: list[list[str]], vocabulary: dict[str, int], length: int, rng: random.Random
 ) -> Iterator[dict[str, list[int]]]:
-    """Finished examples of one pass over documents of sentences: pairs, static whole-word masks,
-    ids, padding."""
+    """Yield the examples of one pass over documents: pairs, static whole-word masks, padding."""
     tokenized = []
     for document in documents:
         sentences = [
@@ -153,7 +153,7 @@ def original_examples(
 def original_pairs(
     documents: list[Document], number: int, room: int, rng: random.Random
 ) -> Iterator[tuple[list[str], list[str], bool]]:
-    """(A, B, is B random) of a document; sentences that a random B replaced are used again."""
+    """Yield (A, B, is B random) of a document; sentences that a random B replaced are reused."""
     document = documents[number]
     target = rng.randint(2, room) if rng.random() < 0.1 else room
     chunk: Document = []
@@ -190,8 +190,10 @@ def original_pairs(
 def original_masks(
     tokens: list[str], pieces: list[str], rng: random.Random
 ) -> tuple[list[int], list[str]]:
-    """Positions and labels of about 15 % of the tokens, whole words in random order; replaces them
-    in `tokens`."""
+    """Mask about 15 % of the tokens in place, by whole words in random order.
+
+    Returns positions and labels.
+    """
     words: list[list[int]] = []
     for place, token in enumerate(tokens):
         if token in ("[CLS]", "[SEP]"):

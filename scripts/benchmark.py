@@ -1,20 +1,23 @@
-"""Print the project's speed and size side by side with its peers':
+"""Compare the project's speed, memory and model quality with its peers':
 
 python scripts/benchmark.py {data,loader,model} [--config CONFIG] [--files FILE ...] [--runs N]
                             [--device cpu|cuda] [--sizes tiny ...] [--threads N]
 python scripts/benchmark.py learn [--config CONFIG] [--minutes 20]
 python scripts/benchmark.py sentences --rules FOLDER
 
-One JSON line a figure: `ratio` says how many times better ours is than the peer, `runs` how often
-each was measured, by turns and after a warm-up, `ours` and `peer` are medians, and `spread` is
-(largest - smallest) / median of both. What runs on one thread is measured in CPU time, the rest
-(`threads` above 1) by the clock. Tokens are real ones: padding never counts.
+Prints one JSON line per figure: `ours` and `peer` are medians over `runs` alternating runs after a
+warm-up, `ratio` says how many times better ours is, and `spread` is (max - min) / median of each.
+Single-threaded work is measured in CPU time, the rest (`threads` above 1) in wall time. Padding
+never counts as tokens.
 """
 
 import argparse
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # before their imports
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}  # before their imports
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +70,10 @@ def main() -> None:
 
 
 def as_one_file(config: DataConfig, folder: Path) -> DataConfig:
-    """The same with the corpus written out as one plain file and the data beside it: what is
-    measured is no decompression, and the peers can read it."""
+    """Write the corpus to one plain text file and return a config that uses it.
+
+    The peers can read that file, and no decompression is measured.
+    """
     rejects, path = Rejects(), folder / "corpus.txt"
     with open(path, "w", encoding="utf-8") as file:
         for piece in list_file_chunks(config.corpus):

@@ -1,4 +1,7 @@
-"""Print the likeliest fillings of [MASK]: python scripts/fill_mask.py EXPORT_DIR [SENTENCE ...]"""
+"""Print the most likely tokens for each [MASK]:
+
+python scripts/fill_mask.py EXPORT_DIR [SENTENCE ...]
+"""
 
 import argparse
 from pathlib import Path
@@ -9,7 +12,7 @@ from tokenizers import Tokenizer
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.sampling.batches import Batch
 from pretrain.export import load_export
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 
 SENTENCES = (
     "This method returns a new [MASK].",
@@ -22,7 +25,7 @@ SENTENCES = (
 def fill_mask(
     model: BertForPreTraining, tokenizer: Tokenizer, sentence: str, k: int = 5
 ) -> list[list[tuple[str, float]]]:
-    """For each [MASK] of a sentence, the `k` likeliest pieces and their probabilities."""
+    """Predict the `k` most likely tokens, with probabilities, for each [MASK] of a sentence."""
     encoding = tokenizer.encode(sentence)
     ids, types = torch.tensor(encoding.ids), torch.tensor(encoding.type_ids)
     masked = torch.nonzero(ids == tokenizer.token_to_id("[MASK]"))[:, 0]

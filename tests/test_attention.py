@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain import attention
-from pretrain.attention import MULTIPLE, AttendGroups, lay_out
-from pretrain.dropout import Dropout, dropout_noise
+from pretrain.models import cpu
+from pretrain.models.cpu import LENGTH_MULTIPLE, AttendGroups, Dropout, dropout_noise, lay_out
 
 LENGTHS = (3, 9, 5, 9, 8, 1)
 
@@ -43,7 +42,7 @@ def test_every_token_has_a_place_of_its_own_in_the_row_of_its_sequence(lengths) 
         for i in range(group.count):
             length = lengths[starts.index(row)]
             found.append(length)
-            assert length <= group.length and group.length % MULTIPLE == 0
+            assert length <= group.length and group.length % LENGTH_MULTIPLE == 0
             if group.bias is None:
                 assert length == group.length
             else:
@@ -55,7 +54,7 @@ def test_every_token_has_a_place_of_its_own_in_the_row_of_its_sequence(lengths) 
 @pytest.mark.parametrize("filler", [0, 7])
 @pytest.mark.parametrize("group_tokens", [1, 18, 960])  # groups of one, of two, of all
 def test_attention_in_groups_is_attention_by_the_book(filler, group_tokens, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "GROUP_TOKENS", group_tokens)
+    monkeypatch.setattr(cpu, "GROUP_TOKENS", group_tokens)
     lay_out.cache_clear()
     layout, qkv = lay_out(LENGTHS), tokens(3, 2, 4).requires_grad_()
     assert len(layout.groups) == {1: 6, 18: 3, 960: 1}[group_tokens]

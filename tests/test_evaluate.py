@@ -23,7 +23,7 @@ from pretrain.evaluate import (
     token_groups,
     word_sizes,
 )
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 
 TINY = ModelConfig(
     hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3

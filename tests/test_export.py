@@ -36,15 +36,12 @@ from pretrain.export import (
     check_export_folder,
     export,
     find_manifest,
-    from_hf,
-    hf_config,
     load_export,
     read_marker,
     read_run_config,
-    to_hf,
 )
-from pretrain.model import BertForPreTraining
 from pretrain.model_card import model_card
+from pretrain.models.bert import LAYER_NAMES, BertForPreTraining, from_hf, hf_config, to_hf
 
 ROOT = Path(__file__).parent.parent
 FILES = {
@@ -266,15 +263,15 @@ def swap_weights(a: str, b: str):
             weights[x], weights[y] = weights[y], weights[x]
         return weights
 
-    return "to_hf", tampered
+    return "pretrain.export.to_hf", tampered
 
 
 def change_weights(change):
-    return "to_hf", lambda state: change(to_hf(state))
+    return "pretrain.export.to_hf", lambda state: change(to_hf(state))
 
 
 def change_config(**changes):
-    return "hf_config", lambda *args: hf_config(*args) | changes
+    return "pretrain.export.hf_config", lambda *args: hf_config(*args) | changes
 
 
 def swap_nsp_rows(weights):
@@ -285,14 +282,13 @@ SELF = "bert.encoder.layer.N.attention.self."
 FAULTS = {
     "query and key swapped": swap_weights(f"{SELF}query.weight", f"{SELF}key.weight"),
     "query and key swapped both ways": (
-        "LAYER_NAMES",
-        pretrain.export.LAYER_NAMES
+        "pretrain.models.bert.LAYER_NAMES",
+        LAYER_NAMES
         | {"attention.query": "attention.self.key", "attention.key": "attention.self.query"},
     ),
     "norms swapped both ways": (
-        "LAYER_NAMES",
-        pretrain.export.LAYER_NAMES
-        | {"attention_norm": "output.LayerNorm", "norm": "attention.output.LayerNorm"},
+        "pretrain.models.bert.LAYER_NAMES",
+        LAYER_NAMES | {"attention_norm": "output.LayerNorm", "norm": "attention.output.LayerNorm"},
     ),
     "NSP rows swapped": change_weights(swap_nsp_rows),
     "half precision": change_weights(lambda w: {name: t.half() for name, t in w.items()}),
@@ -308,7 +304,7 @@ FAULTS = {
 def test_the_gate_stops_a_wrong_export_and_nothing_is_left(
     fault, model, prepared, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(pretrain.export, *FAULTS[fault])
+    monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
         write(model, prepared, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -316,7 +312,7 @@ def test_the_gate_stops_a_wrong_export_and_nothing_is_left(
 
 def test_a_key_that_is_not_written_stops_the_export(model, prepared, tmp_path, monkeypatch) -> None:
     name, tampered = change_weights(lambda w: {n: t for n, t in w.items() if n not in POOLER})
-    monkeypatch.setattr(pretrain.export, name, tampered)
+    monkeypatch.setattr(name, tampered)
     with pytest.raises((AssertionError, KeyError)):
         write(model, prepared, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -326,7 +322,7 @@ def test_an_export_that_fails_leaves_the_one_before_it(
     model, prepared, tmp_path, monkeypatch
 ) -> None:
     write(model, prepared, tmp_path / "out", "# first\n")
-    monkeypatch.setattr(pretrain.export, *FAULTS["NSP rows swapped"])
+    monkeypatch.setattr(*FAULTS["NSP rows swapped"])
     with pytest.raises(AssertionError):
         write(model, prepared, tmp_path / "out", "# second\n")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -900,7 +896,7 @@ def test_the_weights_of_each_dtype_are_the_models_rounded(
 def test_the_gate_stops_weights_of_another_dtype_than_the_config_says(
     model, prepared, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(pretrain.export, *change_config(torch_dtype="float16"))
+    monkeypatch.setattr(*change_config(torch_dtype="float16"))
     with pytest.raises(AssertionError, match="dtype"):
         write(model, prepared, tmp_path / "out", dtype="bfloat16")
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,9 @@ FLOORS = [
     ("data_pipeline.build", "workers identity sentences encode assemble prepare"),
     ("data_pipeline.report", "audit page __main__"),
     ("data_pipeline", "__main__"),
-    ("pretrain", "config dropout attention loss objectives model sharding optim fingerprint"),
+    ("pretrain", "config loss objectives"),
+    ("pretrain.models", "cpu attention bert"),
+    ("pretrain", "sharding optim fingerprint"),
     ("pretrain", "checkpoint metrics evaluate monitor describe tracking model_card export"),
     ("pretrain", "run_setup train assumed plan __main__"),
 ]

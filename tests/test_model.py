@@ -12,10 +12,10 @@ from torch import nn
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
-from pretrain.attention import attend_groups, attend_padded
 from pretrain.config import ModelConfig
-from pretrain.export import hf_config, to_hf
-from pretrain.model import TOKEN_MULTIPLE, BertForPreTraining
+from pretrain.models.attention import attend_padded
+from pretrain.models.bert import BertForPreTraining, hf_config, to_hf
+from pretrain.models.cpu import TOKEN_MULTIPLE, attend_groups
 
 TINY = ModelConfig(
     hidden_size=32,
@@ -336,8 +336,8 @@ def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr("pretrain.model.attend", attend_padded)  # as on a GPU
-    monkeypatch.setattr("pretrain.model.TOKEN_MULTIPLE", 1)
+    monkeypatch.setattr("pretrain.models.bert.attend", attend_padded)  # as on a GPU
+    monkeypatch.setattr("pretrain.models.bert.TOKEN_MULTIPLE", 1)
     torch._dynamo.reset()
     counters.clear()
     plain, compiled = (build(replace(TINY, num_hidden_layers=3), len(vocabulary)) for _ in "ab")

@@ -15,7 +15,7 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import TrainConfig
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 from pretrain.monitor import MOST_SKIPPED, NORMS, Monitor
 
 TRAIN = TrainConfig(max_steps=1000, warmup_steps=100, log_every=10)
@@ -146,7 +146,7 @@ def test_each_trouble_is_named_once_and_no_other(change: dict, named: str) -> No
         monitor.check_health(done, SOUND | change, 1000)
     assert len(said) == 1 and named in said[0]
     again, more = build(monitor.state)
-    again.judge(500, SOUND | change, 1000)
+    again.check_health(500, SOUND | change, 1000)
     assert not more
 
 

@@ -8,10 +8,10 @@ import torch
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
-from pretrain.attention import lay_out
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.metrics import Clock, count_flops, to_metrics
-from pretrain.model import BertForPreTraining
+from pretrain.metrics import Clock, to_metrics
+from pretrain.models.bert import BertForPreTraining, count_flops
+from pretrain.models.cpu import lay_out
 from pretrain.objectives import ROW, MaskedLM, SentencePairs, objectives_of
 from pretrain.optim import build_optimizers, learning_rate
 
@@ -330,9 +330,9 @@ def test_only_losses_have_a_gradient(store) -> None:
 def test_counted_operations_are_those_of_a_step_without_any_padding(store, monkeypatch) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr("pretrain.model.TOKEN_MULTIPLE", 1)
-    monkeypatch.setattr("pretrain.attention.LENGTH_MULTIPLE", 1)
-    monkeypatch.setattr("pretrain.attention.GROUP_TOKENS", 1)  # each sequence by itself
+    monkeypatch.setattr("pretrain.models.bert.TOKEN_MULTIPLE", 1)
+    monkeypatch.setattr("pretrain.models.cpu.LENGTH_MULTIPLE", 1)
+    monkeypatch.setattr("pretrain.models.cpu.GROUP_TOKENS", 1)  # each sequence by itself
     lay_out.cache_clear()
     config = replace(TINY, hidden_size=32, intermediate_size=48, attention_probs_dropout_prob=0.0)
     model = BertForPreTraining(config, len(store.vocabulary))

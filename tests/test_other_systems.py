@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_pipeline.common.system import count_cpus, die_with_parent
-from pretrain.run_setup import cpu_supports, keep_freed_memory
+from pretrain.models.cpu import cpu_supports, keep_freed_memory
 
 # What a Mac lacks is taken away once everything is imported; then the journey from text to export.
 MACOS = """

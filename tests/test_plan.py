@@ -17,7 +17,7 @@ from data_pipeline.sampling.token_store import TokenStore
 from pretrain import plan
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config, phases_of
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 
 LARGER = ("model.hidden_size=128", "train.learning_rate=1e-3", "train.max_steps=40")
 

@@ -80,7 +80,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     script = """
 import re, sys, torch
 from pathlib import Path
-from pretrain.run_setup import keep_freed_memory
+from pretrain.models.cpu import keep_freed_memory
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024

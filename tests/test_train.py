@@ -20,7 +20,7 @@ from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batches import BatchSource
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, ModelConfig
-from pretrain.model import BertForPreTraining
+from pretrain.models.bert import BertForPreTraining
 from pretrain.train import train
 
 ROOT = Path(__file__).parent.parent

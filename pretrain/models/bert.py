@@ -1,13 +1,13 @@
-"""batch -> **model** -> loss: BERT with its two pretraining heads (Devlin et al. 2018), plain
-torch.
+"""BERT with its two pretraining heads (Devlin et al. 2018): model, FLOPs, and the parameter names
+and config of transformers' `BertForPreTraining`, which computes the same with the same weights.
 
-Sequences lie end to end, so no linear layer computes on padding (on a CPU a little, see
-`TOKEN_MULTIPLE`), and the MLM head sees masked positions only. With the same weights it is
-transformers' `BertForPreTraining` (see `export.py` for the names).
+Sequences are packed end to end, so linear layers compute on no padding (except a little on a CPU,
+see `TOKEN_MULTIPLE`), and the MLM head sees the masked positions only.
 
-Shapes: B sequences, S tokens of the longest, T tokens in all, M masked positions, D hidden, H
-heads, V vocabulary.
+Shapes: B sequences, T tokens in total, M masked positions, D hidden size, H heads, V vocabulary.
 """
+
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.sampling.batches import Batch
-from pretrain.attention import attend
 from pretrain.config import ModelConfig
-from pretrain.dropout import Dropout
 from pretrain.loss import score_labels
+from pretrain.models.attention import attend
+from pretrain.models.cpu import TOKEN_MULTIPLE, Dropout
 from pretrain.objectives import ROW, objectives_of
 
 ACTIVATIONS = {
@@ -28,12 +28,32 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# A CPU computes on a multiple of so many tokens: oneDNN compiles a product for each new shape, a
-# sixth of a small model's step on two threads.
-TOKEN_MULTIPLE = 64
+NAMES = {  # our parameter or module -> transformers'; encoder layers are below
+    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
+    "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
+    "embeddings.token_type.weight": "bert.embeddings.token_type_embeddings.weight",
+    "embeddings.norm": "bert.embeddings.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "mlm.dense": "cls.predictions.transform.dense",
+    "mlm.norm": "cls.predictions.transform.LayerNorm",
+    "mlm.bias": "cls.predictions.bias",
+    "nsp": "cls.seq_relationship",
+}
+LAYER_NAMES = {  # after "layers.N." and "bert.encoder.layer.N."
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "norm": "output.LayerNorm",
+}
 
 
 class Embeddings(nn.Module):
+    """Sum of word, token-type and position embeddings, normalised: a batch -> (T, D)."""
+
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
         size = config.hidden_size
@@ -49,6 +69,8 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
+    """Multi-head self-attention within each sequence: (T, D) -> (T, D)."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         size = config.hidden_size
@@ -58,7 +80,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(size, size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        # three parameters, which Muon must see apart, in one product
+        # one product, but three parameters, since Muon orthogonalises each matrix
         three = (self.query, self.key, self.value)
         weight, bias = torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])
         qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, D/H)
@@ -67,6 +89,8 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """One encoder layer, with LayerNorm after each residual: (T, D) -> (T, D)."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         size, eps = config.hidden_size, config.layer_norm_eps
@@ -85,7 +109,10 @@ class Layer(nn.Module):
 
 
 class MaskedLMHead(nn.Module):
-    """Hidden states at the masked positions -> what the decoder, the word embeddings, scores."""
+    """Transform the hidden states of masked positions for the decoder: (M, D) -> (M, D).
+
+    The decoder is the word-embedding matrix, with `bias` added.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
@@ -99,7 +126,10 @@ class MaskedLMHead(nn.Module):
 
 
 class BertForPreTraining(nn.Module):
-    """BERT with both heads. Of the NSP logits, 0 says that B follows A and 1 that it is random."""
+    """BERT with the MLM and NSP heads.
+
+    NSP label 0 means that B follows A, 1 that B is random.
+    """
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, objectives: tuple = objectives_of("nsp")
@@ -113,50 +143,53 @@ class BertForPreTraining(nn.Module):
         self.mlm = MaskedLMHead(config, vocab_size)
         self.nsp = nn.Linear(size, 2)
         self.config = config
-        self.gradient_checkpointing = False  # less memory, more compute
+        self.gradient_checkpointing = False  # saves memory, costs compute
         self.apply(self.initialize)
         with torch.no_grad():
             self.embeddings.word.weight[config.pad_token_id].zero_()
 
     def initialize(self, module: nn.Module) -> None:
+        """Draw a module's weights from a normal distribution and set its biases to 0."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Fuse what surrounds the matrix products: one graph serves all layers and any number of
-        tokens."""
+        """Compile the layers; one dynamic graph serves all of them and any number of tokens."""
         for layer in self.layers:
             layer.compile(dynamic=True, backend=backend)
 
     def encode(self, batch: Batch) -> Tensor:
-        """The last hidden state of every token: (T, D)."""
+        """Compute the last hidden state of each token, (T, D)."""
         x = self.embeddings(batch)
         tokens = len(x)
         if x.device.type == "cpu":
             x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE))
         for layer in self.layers:
             if self.gradient_checkpointing:
-                x = checkpoint(layer, x, batch, use_reentrant=False)  # draws the same dropout again
+                x = checkpoint(layer, x, batch, use_reentrant=False)  # with the same dropout
             else:
                 x = layer(x, batch)
         return x[:tokens]
 
     def pair_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Scores of both labels of each pair, from the state of its [CLS]: (B, 2)."""
+        """Compute the NSP logits from the hidden states (T, D) of [CLS] tokens, (B, 2)."""
         pooled = self.pooler(hidden.index_select(0, batch.cu_seqlens[:-1]))  # (B, D)
         return self.nsp(torch.tanh(pooled))
 
     def forward(self, batch: Batch) -> Tensor:
-        """The row of sums of each objective (see `objectives`): float32 (objectives, ROW)."""
+        """Compute the row of sums of each objective (see `objectives`), (objectives, ROW)."""
         hidden = self.encode(batch)
         return torch.stack([one.measure(self, hidden, batch) for one in self.objectives])
 
     @torch.no_grad()
     def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """What to evaluate: (losses float32 (M,) in nats, ranks int64 (M,), rows of the objectives
-        but MLM). The rank of a label is the number of tokens that score higher."""
+        """Compute what the evaluation needs of a batch.
+
+        Returns MLM losses in nats, float32 (M,); ranks of the labels (the number of tokens that
+        score higher), int64 (M,); and the rows of all objectives but MLM.
+        """
         hidden = self.encode(batch)
         x = self.mlm(hidden.index_select(0, batch.masked_positions))  # (M, D)
         scores = score_labels(x, self.embeddings.word.weight, self.mlm.bias, batch.masked_labels)
@@ -164,8 +197,63 @@ class BertForPreTraining(nn.Module):
         return *scores, torch.stack(rows) if rows else hidden.new_zeros(0, ROW)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(MLM logits (M, V), NSP logits (B, 2))."""
+        """Compute (MLM logits (M, V), NSP logits (B, 2))."""
         hidden = self.encode(batch)
         x = self.mlm(hidden.index_select(0, batch.masked_positions))
         mlm = F.linear(x, self.embeddings.word.weight, self.mlm.bias)
         return mlm, self.pair_logits(hidden, batch)
+
+
+def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
+    """Count the floating-point operations of a forward and backward pass on a batch.
+
+    A multiplication and its addition count as two, and the backward pass as twice the forward pass.
+    Counts the matrix products on real tokens, masked positions and pairs; neither padding nor
+    dropout, norms and activations.
+    """
+    size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
+    lengths = batch.cu_seqlens.diff()
+    attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens in a sequence
+    layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
+    heads = len(batch.masked_labels) * size * (size + vocab_size) + len(lengths) * size * (size + 2)
+    return 3 * 2 * (model.num_hidden_layers * layer + heads)
+
+
+# --------------------------------------------------------------------------- for transformers
+
+
+def hf_name(name: str) -> str:
+    """Translate the name of a parameter of `BertForPreTraining` into transformers'."""
+    if name in NAMES:
+        return NAMES[name]
+    stem, _, kind = name.rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{kind}"
+    _, number, stem = stem.split(".", 2)
+    return f"bert.encoder.layer.{number}.{LAYER_NAMES[stem]}.{kind}"
+
+
+def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename weights to transformers' names, without the decoder, which is tied on loading."""
+    return {hf_name(name): tensor for name, tensor in state.items()}
+
+
+def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    """Select the parameters `names` of this model from weights under transformers' names."""
+    return {name: weights[hf_name(name)] for name in names}
+
+
+def hf_config(config: ModelConfig, vocab_size: int, dtype: str = "float32") -> dict:
+    """Build the `config.json` of a model, with BertConfig's keys.
+
+    Writes the dtype as `torch_dtype`, the older name, which all versions of transformers read.
+    """
+    settings = asdict(config)
+    settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
+    return settings | {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+        "torch_dtype": dtype,
+    }

@@ -1,0 +1,1 @@
+"""Encoders and their pretraining heads, one file a family."""
