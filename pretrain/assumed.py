@@ -31,7 +31,7 @@ from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from data_pipeline.vocabulary.existing import read_existing
 from data_pipeline.vocabulary.training import (
     DEFAULT_SIZE,
-    MULTIPLE,
+    SIZE_MULTIPLE,
     SPECIAL_TOKENS,
     build_normalizer,
 )
@@ -152,7 +152,7 @@ def make_up_vocabulary(vocab: VocabConfig) -> tuple[Vocabulary, str]:
     origin = "vocab.path" if pieces else "vocab.size" if vocab.size else "vocab.size by default"
     if not pieces or vocab.size not in (None, len(pieces)):
         first, size = pieces or SPECIAL_TOKENS, vocab.size or DEFAULT_SIZE
-        size += -size % MULTIPLE
+        size += -size % SIZE_MULTIPLE
         origin = "vocab.path and vocab.size" if pieces else origin
         pieces = first + [f"{'##' * (i % CONTINUES == 0)}piece{i}" for i in range(len(first), size)]
     return Vocabulary.of(pieces), origin

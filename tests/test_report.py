@@ -124,7 +124,7 @@ def test_the_smallest_corpora_have_a_report_too(shape: str, objective: str, resu
     try:
         found = audit.audit_store(make_store(SHAPES[shape]), data, seed=0)
     except UserError as error:
-        assert objective == "nsp" and "next-sentence prediction needs" in str(error)
+        assert objective == "nsp" and "next-sentence prediction takes" in str(error)
         return
     json.dumps(found, allow_nan=False)
     assert not Page(report.render_page({**result, **found})).open
