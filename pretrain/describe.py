@@ -142,4 +142,4 @@ def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str,
     for path, what in rows.items():
         if path.exists():
             print(f"  {path!s:{width}}  {what}")
-    print("more steps: the same command with a larger train.max_steps and train.extend=true")
+    print("more steps: the same command with a larger train.max_steps, which says what it needs")

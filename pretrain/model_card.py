@@ -10,9 +10,6 @@ import yaml
 from data_pipeline.config import SourceConfig
 from pretrain.config import Config, Phase, phases_of
 
-TITLE_BEFORE = (
-    "# BERT, pretrained from scratch with bert-pretrain\n"  # in exports without a marker file
-)
 OBJECTIVES = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
     "nsp": (
         "next-sentence-prediction",
