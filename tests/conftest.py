@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import train_here
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.config import DataConfig, load_config
@@ -55,11 +56,6 @@ def files(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     return [str(path) for path in sorted(folder.iterdir())]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Name -> bytes of all files in a folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 @pytest.fixture(scope="session")
 def vocabulary(prepared: Path) -> Vocabulary:
     return read_vocabulary(prepared / "data/vocab")
@@ -69,3 +65,11 @@ def vocabulary(prepared: Path) -> Vocabulary:
 def store(prepared: Path, vocabulary: Vocabulary) -> TokenStore:
     """The training split of the prepared corpus."""
     return TokenStore.open(prepared / "data/store", "train", vocabulary)
+
+
+@pytest.fixture(scope="session")
+def straight(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of an uninterrupted run of 12 steps; not to be written to."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    train_here(prepared, run_dir)
+    return run_dir

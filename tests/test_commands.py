@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT
 
 from data_pipeline.config import load_config
 from data_pipeline.sampling.batches import count_passes, cut_evenly
 from pretrain.config import Config, phases_of
 
-ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),

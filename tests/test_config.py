@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
 from pretrain.config import Config, phases_of
 
-ROOT = Path(__file__).parents[1]
 MINIMAL = "corpus: {files: a.txt}\n"
 
 

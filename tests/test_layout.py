@@ -5,11 +5,10 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 # Each module imports only modules before it; a new one has to find its place here.
 FLOORS = [
     ("data_pipeline.common", "errors streams system folders"),

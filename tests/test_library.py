@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 EXAMPLE = """
 from pathlib import Path
 from data_pipeline import BatchSource, DataConfig, TokenStore, load_config, prepare, read_vocabulary

@@ -9,17 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from data_pipeline.config import load_config
 from pretrain.config import Config
 
-ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PROJECT_FILES = [
     str(path.relative_to(ROOT))
-    for pattern in ("*.*", "*/*.*", "*/*/*.*")
-    for path in ROOT.glob(pattern)
-    if path.parts[len(ROOT.parts)] not in ("data", "runs", ".venv")
+    for path in ROOT.rglob("*.*")
+    if not {"data", "runs", ".venv", ".git"} & set(path.relative_to(ROOT).parts[:1])
 ]
 MADE = {  # files that preparation, a run or an export makes
     *("manifest.json", "report.html", "report.json"),
@@ -120,9 +119,10 @@ def test_every_page_can_be_reached_from_readme() -> None:
 
 def test_every_guarantee_names_tests_that_exist() -> None:
     text = read(ROOT / "docs/guarantees.md")
-    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     promises = re.findall(r"^\*\*.+?(?=^\*\*|^## |\Z)", text, re.M | re.S)
     assert len(promises) > 20
+    assert len(named) == text.count("::")
     assert all("::test_" in promise for promise in promises)
     missing = [name for path, name in named if f"\ndef {name}(" not in read(ROOT / path)]
     assert not missing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import contents
+from helpers import ROOT, SCHEMA_1, contents
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_pairs import make_store
@@ -34,10 +34,6 @@ from data_pipeline.sampling.token_store import (
     read_vocabulary,
 )
 
-ROOT = Path(__file__).parents[1]
-SCHEMA_1 = (
-    Path(__file__).parent / "fixtures/schema_1"
-)  # written by the last version before schema 2
 OTHERS = ("model", "train", "tracking", "export")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from test_train import train_here
+from helpers import train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config

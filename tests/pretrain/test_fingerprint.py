@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import contents
+from helpers import NO_DROPOUT, SCHEMA_1, contents, metrics, newest, train_here
 from safetensors.torch import load_file
-from test_train import NO_DROPOUT, metrics, newest, train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import load_config
@@ -17,7 +16,6 @@ from pretrain.config import Config
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.train import train
 
-SCHEMA_1 = Path(__file__).parent / "fixtures/schema_1"  # by the last version before schema 2
 TRAPEZOID = ("train.schedule=trapezoid", "train.decay_steps=4")
 
 

@@ -6,11 +6,10 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 import bench_peers  # noqa: E402

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import zstandard
+from helpers import ROOT
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError, run_command
@@ -21,7 +22,6 @@ from pretrain import plan
 from pretrain.assumed import UNPACKED, assume_data, make_up_store, make_up_vocabulary
 from pretrain.config import Config, phases_of
 
-ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
 PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 PACKERS[".zst"] = zstandard.ZstdCompressor().compress

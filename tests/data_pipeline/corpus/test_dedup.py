@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from conftest import contents
+from helpers import contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

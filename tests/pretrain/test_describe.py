@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_train import train_here
+from helpers import train_here
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import BatchSource

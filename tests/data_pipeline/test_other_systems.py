@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 from data_pipeline.common.system import count_cpus, die_with_parent
 from pretrain.models.cpu import cpu_supports, keep_freed_memory
@@ -53,7 +54,7 @@ def test_without_the_calls_of_linux_text_becomes_an_export(
         [sys.executable, "-c", MACOS, str(prepared / "config.yaml"), str(tmp_path), *torch_drops],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from google_rule import audit_google, documents_of, google_pairs
+from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_pairs import make_store, small_vocabulary
@@ -26,7 +27,6 @@ from data_pipeline.report import page as report
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.pairs import PAIR
 
-ROOT = Path(__file__).parent.parent
 OTHERS = ("model", "train", "tracking", "export")
 
 

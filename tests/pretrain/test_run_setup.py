@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_train import CPU_2, train_here
+from helpers import CPU_2, train_here
 
 # what a user does who starts ranks by hand, with a mistake in one of them
 APART = """

@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import yaml
-from conftest import contents
+from helpers import ROOT, contents
 from huggingface_hub import RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
@@ -43,7 +43,6 @@ from pretrain.export import (
 from pretrain.model_card import model_card
 from pretrain.models.bert import LAYER_NAMES, BertForPreTraining, from_hf, hf_config, to_hf
 
-ROOT = Path(__file__).parent.parent
 FILES = {
     "README.md",
     "config.json",

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from helpers import (
+    NO_DROPOUT,
+    ROOT,
+    TWO_STEPS,
+    assert_same_run,
+    command,
+    metrics,
+    newest,
+    run,
+    train_here,
+)
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
@@ -21,66 +31,6 @@ from data_pipeline.sampling.batches import BatchSource
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, ModelConfig
 from pretrain.models.bert import BertForPreTraining
-from pretrain.train import train
-
-ROOT = Path(__file__).parent.parent
-CPU_2 = ROOT / "configs/accelerate/cpu_2.yaml"
-TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.micro_batch_size=8")
-NO_DROPOUT = ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0")
-
-
-def command(root: Path, run_dir: Path, *overrides: str, processes: int = 1) -> list[str]:
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "accelerate.commands.launch", "--config_file", str(CPU_2)]
-        launch += ["--num_processes", str(processes)]
-    return [*launch, "-m", "pretrain", str(root / "config.yaml"), f"run_dir={run_dir}", *overrides]
-
-
-def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, launcher=(), **options):
-    """Run the command to its end; the completed process."""
-    python, *arguments = command(root, run_dir, *overrides, processes=processes)
-    return subprocess.run(
-        [*(launcher or [python]), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {}),
-        **options,
-    )
-
-
-def train_here(root: Path, run_dir: Path, *overrides: str) -> None:
-    train(load_config(Config, str(root / "config.yaml"), [f"run_dir={run_dir}", *overrides]))
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    """What was recorded, without speeds, which no two runs share."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines
-    ]
-
-
-def newest(run_dir: Path) -> dict[str, torch.Tensor]:
-    folder = newest_checkpoint(run_dir / "checkpoints")
-    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
-
-
-@pytest.fixture(scope="module")
-def straight(prepared: Path, tmp_path_factory) -> Path:
-    """The run folder of an uninterrupted run of 12 steps."""
-    run_dir = tmp_path_factory.mktemp("straight")
-    train_here(prepared, run_dir)
-    return run_dir
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert metrics(a) == metrics(b)
-    first, second = newest(a), newest(b)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
 
 # ------------------------------------------------------------------------------ one gradient
 

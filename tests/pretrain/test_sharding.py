@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_train import ROOT, metrics, newest, run, train_here
+from helpers import ROOT, metrics, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
 from pretrain.sharding import asks_for_shards, clip_gradients

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import contents
+from helpers import ROOT, contents
 
 import data_pipeline.build.prepare as module
 from data_pipeline.build import workers as processes
@@ -29,7 +29,6 @@ from data_pipeline.corpus import selection
 from data_pipeline.corpus.readers import FileChunk
 from data_pipeline.corpus.selection import Selection
 
-ROOT = Path(__file__).parents[1]
 DEADLINE = 60  # seconds that anything here may take on a busy machine
 
 

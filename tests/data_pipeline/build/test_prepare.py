@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import contents
+from helpers import ROOT, contents
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_pipeline.build.prepare import prepare
@@ -22,7 +22,6 @@ from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 
-ROOT = Path(__file__).parents[1]
 SPLITS = ("train", "held_out")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_train import assert_same_run, metrics, newest, run, train_here
+from helpers import assert_same_run, metrics, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
