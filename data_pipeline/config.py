@@ -232,7 +232,9 @@ def load_config(
     try:
         given = OmegaConf.load(path)
     except FileNotFoundError:
-        raise UserError(f"no config at {path}") from None
+        raise UserError(
+            f"no config at {path}; python -m pretrain configs lists the recipes"
+        ) from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a readable YAML file: {error}") from None
     if not isinstance(given, DictConfig):

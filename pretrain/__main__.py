@@ -1,14 +1,21 @@
 """Train a model, resuming if the run has a checkpoint, and export it at the end:
-`accelerate launch -m pretrain CONFIG [key=value ...]`."""
+`accelerate launch -m pretrain CONFIG [key=value ...]`.
+
+`python -m pretrain configs` lists the recipes that CONFIG can be made from, and copies one.
+"""
 
 import argparse
+import sys
 
 from data_pipeline.common.errors import run_command
 from data_pipeline.config import load_config
+from pretrain import recipes
 from pretrain.config import Config
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["configs"]:
+        return recipes.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -77,7 +77,7 @@ ENTRY_POINTS = {  # what a command of each kind can begin with
     "arithmetic": r"accelerate launch --config_file configs/accelerate/|sbatch --nodes ",
     "placeholder": r"python -m (data_pipeline|pretrain|pytest)|python (scripts|tests)/"
     r"|bash scripts/|accelerate launch |sbatch |dask worker ",
-    "install": r"source \.venv/bin/activate$|pip install -e |python3 -m venv ",
+    "install": r"source \.venv/bin/activate$|pip (install -e|wheel) |python3 -m venv ",
     "elsewhere": r"bash scripts/(quickstart|test)\.sh|python scripts/benchmark\.py ",
 }
 
@@ -165,7 +165,7 @@ def test_every_command_runs_as_it_is_written(project: Path) -> None:
     prepared = {c.split()[3] for c in commands if c.startswith("python -m data_pipeline ")}
     for command in commands:
         (recipe,) = re.findall(r"configs/\w+\.yaml", command)[-1:] or [""]
-        if "-m pretrain " in command and recipe not in prepared:
+        if "-m pretrain " in command and recipe and recipe not in prepared:
             assert shell(f"python -m data_pipeline {recipe}", project).returncode == 0
             prepared.add(recipe)
         done = shell(command, project)

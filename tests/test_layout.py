@@ -23,7 +23,7 @@ FLOORS = [
     ("pretrain.models", "cpu attention bert"),
     ("pretrain", "sharding optim fingerprint"),
     ("pretrain", "checkpoint metrics evaluate monitor describe tracking model_card export"),
-    ("pretrain", "run_setup train assumed plan __main__"),
+    ("pretrain", "run_setup train assumed plan recipes __main__"),
 ]
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
