@@ -17,7 +17,8 @@ from data_pipeline.config import PairsConfig
 from pretrain.config import Config, ModelConfig, PhaseConfig, TrainConfig, phases_of
 from pretrain.optim import learning_rate
 
-SCHEMA = 2  # schema 1 held every field of the config
+SCHEMA = 3
+"""Schema 1 held every field of the config; schema 2 is of runs that replaced masked words whole."""
 MODEL = (
     "hidden_size",
     "num_hidden_layers",
@@ -149,10 +150,11 @@ def check_fingerprint(
             f"from step {step:,} to {after:,} in place of {before:,}: the learning rate goes on at "
             f"{now:.3g}, it would have been {was:.3g}"
         )
-    if saved["schema"] == 1 and step:
+    if saved["schema"] < SCHEMA and step:
         lines.append(
             "an earlier version began this run: dropout, and the data of phases after the first, "
-            f"are drawn by other random numbers from step {step:,} on"
+            f"are drawn by other random numbers from step {step:,} on, and a masked token becomes "
+            "[MASK], random or stays by itself, not with its word"
         )
     return lines
 

@@ -328,14 +328,14 @@ def reference_chosen(
 
 
 def reference_replaced(
-    token: int, word: int, within: int, stream: int, mask_id: int, ordinary: list[int]
+    token: int, number: int, within: int, stream: int, mask_id: int, ordinary: list[int]
 ) -> int:
-    """What stands in the place of piece `within` of word `word`."""
-    fate = unit(draw(FULL - stream, word))
+    """What stands in the place of piece `within` of the unit with this number."""
+    fate = unit(draw(FULL - stream, number))
     if fate < 0.8:
         return mask_id
     if fate < 0.8 + 0.1:
-        value = draw(FULL - stream, (word + 1) * 2**20 + within)
+        value = draw(FULL - stream, (number + 1) * 2**20 + within)
         return ordinary[below(value, len(ordinary))]
     return token
 
@@ -371,8 +371,8 @@ def reference_example(
     positions = [place for word in chosen for place in words[word]]
     labels = [ids[place] for place in positions]
     for word in chosen:
-        for within, place in enumerate(words[word]):
+        for place in words[word]:  # each token by itself
             ids[place] = reference_replaced(
-                ids[place], word, within, stream, 4, [int(i) for i in store.vocabulary.ordinary]
+                ids[place], place, 0, stream, 4, [int(i) for i in store.vocabulary.ordinary]
             )
     return {"ids": ids, "types": types, "masked": positions, "labels": labels, "label": pair[4]}

@@ -302,11 +302,15 @@ def build_batch(
     masked = np.repeat(word[chosen] - (np.cumsum(size) - size), size)
     masked += np.arange(len(masked))
     labels = input_ids[masked]
-    sequence = word_sequence[chosen]
+    sequence = np.repeat(word_sequence[chosen], size)
+    if data.masking == "span":
+        unit = np.repeat(chosen, size) - first_word[sequence]
+    else:
+        unit = masked - cu_seqlens[sequence]
     input_ids[masked] = replace_tokens(
         labels,
-        np.repeat(chosen - first_word[sequence], size),
-        np.repeat(streams[sequence], size),
+        unit,
+        streams[sequence],
         vocabulary["[MASK]"],
         vocabulary.ordinary,
         data.mask_replace_prob,

@@ -40,21 +40,23 @@ def old(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_a_run_of_schema_1_goes_on_to_where_it_would_have_come(old: Path, capsys) -> None:
-    """The model and the last metrics as that version would have left them, to the rounding of
-    another machine; the store has schema 1 too."""
+    """The model and the last metrics nearly as that version would have left them: the masks of the
+    last steps are drawn otherwise since. The store has schema 1 too."""
     expected = json.loads((old / "expected.json").read_text())
     train(load_config(Config, "config.yaml"))
     assert "an earlier version began this run" in capsys.readouterr().out
     model = load_file(newest_checkpoint(old / "job/checkpoints") / "model.safetensors")
     for name, (total, squares) in expected["model_step_8"].items():
         found = model[name].double()
-        assert found.sum().item() == pytest.approx(total, abs=1e-3)
-        assert found.square().sum().item() == pytest.approx(squares, rel=1e-4)
+        assert found.sum().item() == pytest.approx(total, abs=0.1)
+        assert found.square().sum().item() == pytest.approx(squares, rel=0.05)
     last = [line for line in metrics(old / "job") if line["step"] == 8]
     for line, wanted in zip(last, expected["last_metrics"], strict=True):
-        for name in line.keys() & wanted.keys():
-            assert line[name] == pytest.approx(wanted[name], abs=1e-3), name
-    assert read_state(newest_checkpoint(old / "job/checkpoints"))["fingerprint"]["schema"] == 2
+        losses = [name for name in line.keys() & wanted.keys() if name.endswith("loss")]
+        assert losses
+        for name in losses:
+            assert line[name] == pytest.approx(wanted[name], rel=0.1), name
+    assert read_state(newest_checkpoint(old / "job/checkpoints"))["fingerprint"]["schema"] == 3
 
 
 def test_another_config_is_refused_for_a_run_of_schema_1_too(old: Path) -> None:
@@ -75,8 +77,8 @@ def test_the_phases_of_a_run_of_schema_1_are_read(old: Path) -> None:
 
 
 def test_a_checkpoint_of_a_later_schema_is_refused() -> None:
-    with pytest.raises(UserError, match="has schema 3, and this version reads 1 to 2"):
-        read_fingerprint({"fingerprint": fingerprint() | {"schema": 3}})
+    with pytest.raises(UserError, match="has schema 4, and this version reads 1 to 3"):
+        read_fingerprint({"fingerprint": fingerprint() | {"schema": 4}})
 
 
 # --- named settings -------------------------------------------------------------------------------

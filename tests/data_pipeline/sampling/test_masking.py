@@ -178,7 +178,7 @@ def test_max_predictions_counts_tokens_not_places_on_the_arc() -> None:
         assert (np.bincount(sequence[chosen], minlength=500) == bound).all()
 
 
-def test_words_become_mask_random_or_stay_eight_to_one_to_one() -> None:
+def test_units_become_mask_random_or_stay_eight_to_one_to_one() -> None:
     n, ordinary = 60_000, np.arange(7, 2007)
     word = np.repeat(np.arange(n) % 50, 3)
     stream = np.repeat(streams_of(n // 50), 150)
@@ -187,9 +187,9 @@ def test_words_become_mask_random_or_stay_eight_to_one_to_one() -> None:
     masked, kept = found == MASK, found == 5
     drawn = ~masked & ~kept
     for fate, share in ((masked, 0.8), (drawn, 0.1), (kept, 0.1)):
-        assert (fate.all(1) == fate.any(1)).all()  # one fate a word
+        assert (fate.all(1) == fate.any(1)).all()  # one fate a unit
         assert abs(fate[:, 0].mean() - share) < 5 * np.sqrt(share * (1 - share) / n)
-    # pieces of a word are drawn apart, from all of the ordinary ones alike
+    # pieces of a unit are drawn apart, from all of the ordinary ones alike
     pieces = found[drawn[:, 0]]
     assert np.isin(pieces, ordinary).all()
     same = (pieces[:, 0] == pieces[:, 1]).mean()
@@ -246,22 +246,23 @@ def test_no_special_token_is_predicted_or_drawn(real, vocabulary) -> None:
     assert not np.isin(before, [MASK, 0]).any()
 
 
-def test_whole_words_of_real_text_share_one_fate(real, vocabulary) -> None:
+def test_words_are_chosen_whole_and_each_of_their_tokens_is_replaced_by_itself(
+    real, vocabulary
+) -> None:
     batch, before = real
     ids, masked = batch.input_ids.numpy(), np.zeros(len(before), bool)
     masked[batch.masked_positions.numpy()] = True
     starts = [i for i, token in enumerate(before) if not vocabulary.pieces[token].startswith("##")]
-    kinds = np.zeros(3)
+    pairs = np.zeros((2, 2))  # of the first two tokens of a word: is each [MASK]?
     for start, end in zip(starts, starts[1:] + [len(before)], strict=True):
         assert masked[start] == masked[end - 1] == masked[start:end].mean()
         if masked[start] and end - start > 1:
-            hidden = ids[start:end] == MASK
-            assert hidden.all() or not hidden.any()
-            kinds[0 if hidden.all() else 2 if (ids == before)[start:end].all() else 1] += 1
-    n = kinds.sum()
-    for found, share in zip(kinds / n, (0.8, 0.1, 0.1), strict=True):
-        # binomial, 5 sigma; that all pieces drawn are the old ones has one chance in a million
-        assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / n)
+            first, second = ids[start : start + 2] == MASK
+            pairs[int(first), int(second)] += 1
+    n = pairs.sum()
+    wanted = np.outer((0.2, 0.8), (0.2, 0.8))  # independent
+    assert n > 500
+    assert (np.abs(pairs / n - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / n)).all()
 
 
 def test_real_sequences_have_fifteen_percent_of_their_tokens_masked(real, vocabulary) -> None:
