@@ -9,12 +9,12 @@ from accelerate import Accelerator
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.baselines import accuracy, half_of, ranges
+from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.metrics import to_metrics
 from pretrain.models.bert import BertForPreTraining
-from pretrain.objectives import ROW
+from pretrain.objectives import ROW, objectives_of
 
 SEED = 20181011  # of held-out pairs and masks, independent of the run's seed, to compare runs
 SAMPLE = 1 << 25  # tokens of the training split to count frequencies in, approximately
@@ -62,41 +62,17 @@ class HeldOut:
             sizes = word_sizes(store, source.examples(start, count)[0], batch)
             groups = token_groups(batch, sizes, bands, train.vocabulary)
             self.batches.append((batch, groups, i < len(starts)))
-        counts = store.token_counts()
+        pairs, epoch = source.examples(0, self.size)[0], source.epoch_part(0)
         self.baselines = {
-            "eval/unigram_entropy": unigram_entropy(counts),
-            "eval/unigram_accuracy": float(counts.max() / counts.sum()),
+            f"eval/{name}": value
+            for one in objectives_of(data.objective)
+            for name, value in one.baselines(store, pairs, epoch).items()
         }
-        label = source.examples(0, self.size)[0]["label"]
-        if data.objective != "none":
-            self.baselines["eval/nsp_majority"] = float(max(label.mean(), 1 - label.mean()))
-            self.baselines["eval/nsp_by_lengths"] = accuracy_by_lengths(store, source.epoch_part(0))
 
 
 def sample_counts(store: TokenStore) -> np.ndarray:
     """Count each token in a sample of a split, int64 (V,)."""
     return store.token_counts(every=len(store) // SAMPLE + 1)
-
-
-def unigram_entropy(counts: np.ndarray) -> float:
-    """Compute the loss (nats) of a model that knows token frequencies and uses no context."""
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
-
-
-def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
-    """Compute the NSP accuracy that the lengths of A and B alone allow.
-
-    Fits the best guess on the pairs of one half of the documents, measures it on the other half,
-    and averages over both directions.
-    """
-    starts = store.sentence_offsets[store.document_offsets]
-    half = half_of(np.searchsorted(starts, pairs["a_start"], side="right"))
-    label = pairs["label"].astype(bool)
-    lengths = [pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]]
-    if half.all():  # one pair
-        return 0.5
-    return float(np.mean([accuracy(lengths, label, fit)["accuracy"] for fit in (half, ~half)]))
 
 
 def frequency_bands(counts: np.ndarray) -> np.ndarray:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.sampling.baselines import unigram_entropy
 from pretrain.checkpoint import to_json
 from pretrain.config import Phase, TrainConfig, phase_at
-from pretrain.evaluate import unigram_entropy
 
 MOST_SKIPPED = 5  # steps in a row, after which the run stops
 PLATEAU = 0.1  # nats below the unigram entropy; a model that uses context gets past this

@@ -4,17 +4,21 @@ The loop knows nothing about an objective except its part of the loss of a step:
 weight x (sum of losses) / (count in the whole step).
 
 Each objective has a `name` (the prefix of its metrics), a `weight`, `count(batch)` (the number of
-its labels in a batch) and `measure(model, hidden, batch)`, which returns a row of three sums. Rows
-of micro-batches, processes and steps are added up; a metric is a quotient of such sums.
+its labels in a batch), `measure(model, hidden, batch)`, which returns a row of three sums, and
+`baselines(store, pairs, epoch)`: what guesses without a model reach on held-out documents. Rows of
+micro-batches, processes and steps are added up; a metric is a quotient of such sums.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.sampling.baselines import accuracy_by_lengths, unigram_entropy
 from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain.loss import linear_cross_entropy, next_sentence_loss
 
 ROW = 3  # sum of losses in nats, number of correct predictions, number of labels
@@ -41,6 +45,12 @@ class MaskedLM:
         loss, right = linear_cross_entropy(x, weight, bias, batch.masked_labels)
         return row(loss, right, self.count(batch))
 
+    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
+        """Compute the loss (nats) and accuracy of a model that knows only token frequencies."""
+        counts = store.token_counts()
+        accuracy = float(counts.max() / counts.sum())
+        return {"unigram_entropy": unigram_entropy(counts), "unigram_accuracy": accuracy}
+
 
 @dataclass(frozen=True)
 class SentencePairs:
@@ -62,6 +72,15 @@ class SentencePairs:
             model.pair_logits(hidden, batch), batch.next_sentence_label
         )
         return row(loss, right, self.count(batch))
+
+    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
+        """Compute the accuracies of one answer for all `pairs`, and of a guess by lengths, which is
+        fitted and judged on the pairs of an `epoch`."""
+        is_one = float(pairs["label"].mean())
+        return {
+            "nsp_majority": max(is_one, 1 - is_one),
+            "nsp_by_lengths": accuracy_by_lengths(store, epoch),
+        }
 
 
 def row(loss: Tensor, right: Tensor, count: int) -> Tensor:

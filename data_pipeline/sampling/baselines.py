@@ -1,10 +1,12 @@
-"""Guess the label of a pair from a few numbers, such as its lengths, without a model.
+"""Measure what guesses without a model reach: tokens by frequency, labels of pairs by lengths.
 
-The evaluation shows this accuracy beside the model's, and the data report compares it with chance:
-a sampler whose labels show in the lengths would teach the model nothing else.
+The evaluation shows these beside the model's figures, and the data report compares the lengths with
+chance: a sampler whose labels show in them would teach the model nothing else.
 """
 
 import numpy as np
+
+from data_pipeline.sampling.token_store import TokenStore
 
 
 def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -45,3 +47,24 @@ def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> 
         "accuracy": float(right[~fit].mean()),
         "balanced": float(np.mean([part.mean() for part in each if len(part)])),
     }
+
+
+def unigram_entropy(counts: np.ndarray) -> float:
+    """Compute the loss (nats) of a model that knows token frequencies and uses no context."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
+    """Compute the NSP accuracy that the lengths of A and B alone allow.
+
+    Fits the best guess on the pairs of one half of the documents, measures it on the other half,
+    and averages over both directions.
+    """
+    starts = store.sentence_offsets[store.document_offsets]
+    half = half_of(np.searchsorted(starts, pairs["a_start"], side="right"))
+    label = pairs["label"].astype(bool)
+    lengths = [pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]]
+    if half.all():  # one pair
+        return 0.5
+    return float(np.mean([accuracy(lengths, label, fit)["accuracy"] for fit in (half, ~half)]))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 from data_pipeline.config import PairsConfig
+from data_pipeline.sampling.baselines import accuracy_by_lengths
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import loss
@@ -17,7 +18,6 @@ from pretrain.config import ModelConfig
 from pretrain.evaluate import (
     GROUPS,
     HeldOut,
-    accuracy_by_lengths,
     evaluate,
     frequency_bands,
     token_groups,
