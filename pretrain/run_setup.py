@@ -37,7 +37,7 @@ from data_pipeline.sampling.token_store import (
 from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, read_state
 from pretrain.config import Config, Phase, TrainConfig, phases_of
 from pretrain.describe import describe_start
-from pretrain.evaluate import HeldOut
+from pretrain.evaluate import HeldOut, sample_counts
 from pretrain.export import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.models.bert import BertForPreTraining
@@ -104,6 +104,8 @@ def set_up(config: Config) -> Run:
     bare = build_model(config, len(store.vocabulary))
     if checkpoint:
         load_model(checkpoint, bare)
+    else:
+        bare.start_at_frequencies(torch.from_numpy(sample_counts(store)))
     compiled = settings.compile
     if compiled is None:
         compiled = accelerator.device.type == "cuda"

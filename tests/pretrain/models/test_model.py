@@ -6,6 +6,7 @@ from dataclasses import replace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -354,3 +355,14 @@ def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
         for (name, a), b in zip(compiled.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=name)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_starts_at_the_frequencies_of_its_tokens(batch, vocabulary) -> None:
+    counts = np.random.default_rng(0).integers(0, 1000, len(vocabulary))
+    model = BertForPreTraining(replace(TINY, initializer_range=0.02), len(vocabulary))
+    model.start_at_frequencies(torch.from_numpy(counts))
+    p = (counts + 0.1) / (counts + 0.1).sum()
+    assert np.allclose(model.mlm.bias.detach().softmax(0), p, rtol=1e-4)
+    loss = -np.log(p[batch.masked_labels]).mean()  # by the frequencies alone
+    found = model.eval().score(batch)[0].mean().item()
+    assert abs(found - loss) < 0.05  # random weights add little
