@@ -149,9 +149,16 @@ def read_state(checkpoint: Path) -> dict:
 
 
 def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
-    """Load the weights; raises `UserError` if their shapes differ from the model's."""
+    """Load the weights; raises `UserError` if their shapes differ from the model's.
+
+    Drops the heads that the model lacks: runs without sentence pairs once kept them, untrained.
+    """
+    weights = load_file(checkpoint / "model.safetensors")
+    heads = {name for name in weights if name.startswith(("pooler.", "nsp."))}
+    for name in heads - model.state_dict().keys():
+        del weights[name]
     try:
-        model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{checkpoint} holds a model of another shape: {reason}") from None

@@ -205,6 +205,13 @@ class TrackingConfig:
 class ExportConfig:
     license: str | None = None
     """Licence in the model card, by its identifier on the hub; null: not stated."""
+    dropout: float = 0.1
+    """Dropout in `config.json`, for fine-tuning, whatever pretraining used: a small model is often
+    pretrained without, and fine-tuned without it is worse (0.761 instead of 0.727 on 300 reviews).
+    """
+
+    def validate(self) -> None:
+        check(0 <= self.dropout < 1, f"export.dropout {self.dropout} is not in [0, 1)")
 
 
 @dataclass
@@ -222,6 +229,7 @@ class Config(DataConfig):
         super().validate()
         self.model.validate()
         self.train.validate()
+        self.export.validate()
         self.validate_length(self.data)
         if self.train.phases:
             self.validate_phases()

@@ -28,9 +28,17 @@ from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, read_vocabulary
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
-from pretrain.config import Config, ModelConfig
+from pretrain.config import Config, ModelConfig, phases_of
 from pretrain.model_card import model_card, project_version
-from pretrain.models.bert import BertForPreTraining, from_hf, hf_config, to_hf
+from pretrain.models.bert import (
+    WITH_PAIRS,
+    BertForPreTraining,
+    from_hf,
+    hf_config,
+    resize_positions,
+    to_hf,
+)
+from pretrain.objectives import objectives_of
 
 FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # of every export
 PYTORCH_BIN = "pytorch_model.bin"
@@ -49,6 +57,7 @@ def export(
     out_dir: Path,
     card: str,
     origin: dict,
+    dropout: float = 0.1,
     dtype: str = "float32",
     pytorch_bin: bool = False,
     overwrite: bool = False,
@@ -56,6 +65,7 @@ def export(
     """Write the Hugging Face folder of a model on the CPU to `out_dir`, after `check_export`.
 
     origin: `step`, `vocab_sha256` and `data_sha256` of the checkpoint, for the marker.
+    dropout: of hidden states and attention, in `config.json`, for those who fine-tune.
     Raises `UserError` if a file of the user would be lost, and `AssertionError` if the files differ
     from the model (a bug of this project); `out_dir` is then unchanged.
     """
@@ -73,7 +83,9 @@ def export(
         (folder / "model.safetensors").chmod(0o644)
         if pytorch_bin:
             torch.save(weights, folder / PYTORCH_BIN)
-        write_json(folder / "config.json", hf_config(model.config, len(model.mlm.bias), dtype))
+        dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        settings = hf_config(model.config, len(model.mlm.bias), dtype, model.architecture)
+        write_json(folder / "config.json", settings | dropouts)
         passed = check_export(model, folder)
         (folder / "README.md").write_text(f"{card}\nChecked at export: {passed}.\n")
         hashes = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
@@ -97,7 +109,8 @@ def load_export(folder: Path) -> BertForPreTraining:
     """Load this project's model, in float32, from an exported folder."""
     settings = json.loads((folder / "config.json").read_text())
     known = {name: settings[name] for name in ModelConfig.__dataclass_fields__}
-    model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"])
+    objectives = objectives_of("nsp" if WITH_PAIRS in settings["architectures"] else "none")
+    model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"], objectives)
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict(from_hf(weights, list(model.state_dict())))
     return model.eval()
@@ -212,7 +225,7 @@ def check_export(model: BertForPreTraining, folder: Path) -> str:
         import transformers
     except ImportError:
         return "weights read back, equal logits (transformers was not installed)"
-    return check_with_transformers(transformers, folder, batch, wanted)
+    return check_with_transformers(transformers, folder, model, batch, wanted)
 
 
 def equal_tensors(a: Tensor, b: Tensor) -> bool:
@@ -233,10 +246,12 @@ def probe_batch(vocab_size: int, max_length: int) -> Batch:
     )  # fmt: skip
 
 
-def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) -> str:
+def check_with_transformers(
+    transformers, folder: Path, model: BertForPreTraining, batch: Batch, wanted: tuple[Tensor, ...]
+) -> str:
     """Compare transformers' model and tokenizer with our logits; returns what was compared."""
     transformers.utils.logging.disable_progress_bar()
-    peer, report = transformers.BertForPreTraining.from_pretrained(
+    peer, report = getattr(transformers, model.architecture).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"], report
@@ -245,8 +260,8 @@ def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) ->
     padded.pop("labels"), padded.pop("next_sentence_label")
     with torch.no_grad():
         out = peer.eval()(**padded)
-    mlm = out.prediction_logits[batch.sequence_ids, batch.position_ids][batch.masked_positions]
-    for name, a, b in (("MLM", mlm, wanted[0]), ("NSP", out.seq_relationship_logits, wanted[1])):
+    mlm = out[0][batch.sequence_ids, batch.position_ids][batch.masked_positions]
+    for name, a, b in zip(("MLM", "NSP"), (mlm, *out[1:]), wanted, strict=False):
         difference = float((a - b).abs().max() / b.abs().max().clamp(min=1))
         assert difference < 1e-5, f"{name} logits differ from transformers' by {difference}"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -266,22 +281,31 @@ def check_with_transformers(transformers, folder: Path, batch: Batch, wanted) ->
 # ---------------------------------------------------------------------------------- the run
 
 
-def export_checkpoint(checkpoint: Path, config: Config, out_dir: Path, **options) -> None:
+def export_checkpoint(
+    checkpoint: Path, config: Config, out_dir: Path, positions: int | None = None, **options
+) -> None:
     """Export a checkpoint that lies in its run folder.
 
+    positions: number of positions to export; None: as many as were trained, since others are at
+    their random start and make the model worse than no context in what lies there.
     options: `dtype`, `pytorch_bin` and `overwrite` of `export`.
     """
     state = read_run_state(checkpoint)
     fingerprint = state["fingerprint"]
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
-    model = BertForPreTraining(config.model, len(read_vocabulary(vocab_dir)))
+    objectives = objectives_of(config.data.objective)
+    model = BertForPreTraining(config.model, len(read_vocabulary(vocab_dir)), objectives)
     load_model(checkpoint, model)
+    begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
+    trained = max(phase.data.max_seq_length for phase in begun)
+    resize_positions(model, trained, positions or trained)
     parameters = sum(p.numel() for p in model.parameters())
     lowercase = json.loads((vocab_dir / "tokenizer_config.json").read_text())["do_lower_case"]
     manifest = find_manifest(config, fingerprint["data_sha256"])
-    card = model_card(config, state, parameters, lowercase, manifest)
+    card = model_card(config, state, parameters, lowercase, positions or trained, manifest)
     origin = {name: fingerprint[name] for name in ("vocab_sha256", "data_sha256")}
-    export(model, vocab_dir, out_dir, card, {"step": state["step"]} | origin, **options)
+    origin["step"] = state["step"]
+    export(model, vocab_dir, out_dir, card, origin, config.export.dropout, **options)
 
 
 def read_run_state(checkpoint: Path) -> dict:
@@ -380,6 +404,13 @@ def main() -> None:
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
     parser.add_argument(
+        "--positions",
+        type=int,
+        metavar="N",
+        help="longest sequence that the model accepts; beyond the trained length, which is the "
+        "default, positions repeat the trained ones",
+    )
+    parser.add_argument(
         "--pytorch-bin",
         action="store_true",
         help=f"also write {PYTORCH_BIN}, for loaders without safetensors support",
@@ -394,6 +425,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.private and not args.push:
         parser.error("--private needs --push REPO_ID")
+    if args.positions is not None and args.positions < 1:
+        parser.error("--positions needs a number above 0")
     checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
     check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():
@@ -406,7 +439,7 @@ def main() -> None:
         )
     config = read_run_config(checkpoint.parent.parent)
     options = {"dtype": args.dtype, "pytorch_bin": args.pytorch_bin, "overwrite": args.overwrite}
-    export_checkpoint(checkpoint, config, out_dir, **options)
+    export_checkpoint(checkpoint, config, out_dir, args.positions, **options)
     print(f"exported {checkpoint} to {out_dir}")
     if args.push:
         print(f"pushed to {push(out_dir, args.push, args.private)}")

@@ -10,7 +10,7 @@ import yaml
 from data_pipeline.config import SourceConfig
 from pretrain.config import Config, Phase, phases_of
 
-OBJECTIVES = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
+PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
     "nsp": (
         "next-sentence-prediction",
         "whether the second segment of a pair follows the first",
@@ -48,11 +48,17 @@ def project_version() -> str:
 
 
 def model_card(
-    config: Config, state: dict, parameters: int, lowercase: bool, manifest: dict | None = None
+    config: Config,
+    state: dict,
+    parameters: int,
+    lowercase: bool,
+    positions: int,
+    manifest: dict | None = None,
 ) -> str:
     """Write the card of a model: what it is, how to load it, its data, training and evaluation.
 
     state: of the checkpoint: `step`, `evaluation` and the `fingerprint` of the run.
+    positions: of the exported model.
     manifest: of the token store; None leaves the table of sources out.
     """
     phases = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
@@ -63,7 +69,7 @@ def model_card(
         "## Training data\n\n" + training_data(config, manifest),
         "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
         "## Evaluation\n\n" + evaluation(state["evaluation"], config.data.objective),
-        "## Limits\n\n" + limits(config, phases, lowercase),
+        "## Limits\n\n" + limits(config, phases, lowercase, positions),
         "## Provenance\n\n" + provenance(state["fingerprint"]),
     ]
     return "\n".join(sections)
@@ -75,7 +81,7 @@ def front_matter(config: Config) -> str:
     metadata = {"language": list(languages)}
     if config.export.license:
         metadata["license"] = config.export.license
-    pair_tags = [OBJECTIVES[config.data.objective][0]] if config.data.objective != "none" else []
+    pair_tags = [PAIRS[config.data.objective][0]] if config.data.objective in PAIRS else []
     metadata |= {
         "library_name": "transformers",
         "pipeline_tag": "fill-mask",
@@ -87,7 +93,7 @@ def front_matter(config: Config) -> str:
 
 def introduction(config: Config, parameters: int) -> str:
     model, objective = config.model, config.data.objective
-    pairs = f" and {OBJECTIVES[objective][1]}" if objective != "none" else ""
+    pairs = f" and {PAIRS[objective][1]}" if objective in PAIRS else ""
     licence = config.export.license
     stated = f"Licence: {licence}." if licence else "No licence was stated for this model."
     return f"""# {Path(config.run_dir).resolve().name}
@@ -104,8 +110,8 @@ tasks.
 def usage(objective: str) -> str:
     """Show how to load the model, with its pair head if that was trained."""
     names, pairs, labels = ["AutoModel", "AutoTokenizer"], "", ""
-    if objective != "none":
-        _, _, first, second, _ = OBJECTIVES[objective]
+    if objective in PAIRS:
+        _, _, first, second, _ = PAIRS[objective]
         names.append("BertForNextSentencePrediction")
         pairs = """
 pair = tokenizer("A first sentence.", "A second sentence.", return_tensors="pt")
@@ -190,8 +196,8 @@ def training_procedure(config: Config, state: dict, phases: list[Phase], paramet
             f"token and {max(kept, 0):.0%} stay",
         ),
     ]
-    if data.objective != "none":
-        rows.append(("Sentence pairs", f"predict {OBJECTIVES[data.objective][1]}"))
+    if data.objective in PAIRS:
+        rows.append(("Sentence pairs", f"predict {PAIRS[data.objective][1]}"))
     return table(("Setting", "Value"), rows)
 
 
@@ -207,7 +213,7 @@ def by_phase(phases: list[Phase], describe: Callable[[Phase], str]) -> str:
 
 def evaluation(metrics: dict, objective: str) -> str:
     """Write the table of held-out metrics and baselines, without those that are missing."""
-    pairs = OBJECTIVES[objective][4] if objective != "none" else ""
+    pairs = PAIRS[objective][4] if objective in PAIRS else ""
     known = {name: v for name, v in metrics.items() if v is not None and math.isfinite(v)}
     lines = (  # metric, name, form of the value, metric of the baseline, what that is
         ("mlm_loss", "Masked-LM loss", "{:.3f} nats", "unigram_entropy", "unigram entropy"),
@@ -236,25 +242,28 @@ def evaluation(metrics: dict, objective: str) -> str:
     )
 
 
-def limits(config: Config, phases: list[Phase], lowercase: bool) -> str:
+def limits(config: Config, phases: list[Phase], lowercase: bool, positions: int) -> str:
     longest = max(phase.data.max_seq_length for phase in phases)
-    positions = config.model.max_position_embeddings
-    untrained = (
-        f" Positions {longest + 1:,} to {positions:,} can be used and were never trained."
+    repeated = (
+        f" Positions {longest + 1:,} to {positions:,} repeat the trained ones, untrained."
         if longest < positions
         else ""
     )
+    dropout, model = config.export.dropout, config.model
+    trained = f"{model.hidden_dropout_prob:g} and {model.attention_probs_dropout_prob:g}"
     lines = [
-        f"No sequence in training was longer than {longest:,} tokens.{untrained}",
+        f"No sequence in training was longer than {longest:,} tokens.{repeated}",
+        f"For fine-tuning, `config.json` sets a dropout of {dropout:g}; pretraining had {trained} "
+        "(hidden states and attention).",
         "The tokenizer lower-cases text." if lowercase else "The tokenizer keeps upper case.",
         "The model knows the language, the topics and the biases of the text above, no others.",
         "It is not fine-tuned: a class for another task (`BertForSequenceClassification`, ...) "
         "starts with a new head and says so.",
     ]
-    if config.data.objective == "none":
+    if config.data.objective not in PAIRS:
         lines.append(
-            "No sentence pairs were trained: the pooler and the pair head are as initialized; use "
-            "`last_hidden_state`."
+            "No sentence pairs were trained, so there is no pooler: use `last_hidden_state`, or "
+            "expect the classes that need a pooler to start with a new one."
         )
     return "".join(f"- {line}\n" for line in lines)
 

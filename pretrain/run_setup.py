@@ -227,14 +227,11 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
 
 
 def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
-    """Build the initial model; under objective `none`, pooler and NSP head are not trained."""
+    """Build the initial model, with the heads of its objectives."""
     torch.manual_seed(config.seed)
     objectives = objectives_of(config.data.objective)
     model = BertForPreTraining(config.model, vocab_size, objectives)
     model.gradient_checkpointing = config.train.gradient_checkpointing
-    if config.data.objective == "none":
-        model.pooler.requires_grad_(False)
-        model.nsp.requires_grad_(False)
     return model
 
 

@@ -7,7 +7,7 @@ see `TOKEN_MULTIPLE`), and the MLM head sees the masked positions only.
 Shapes: B sequences, T tokens in total, M masked positions, D hidden size, H heads, V vocabulary.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
+WITH_PAIRS, WITHOUT_PAIRS = "BertForPreTraining", "BertForMaskedLM"  # transformers' classes
 NAMES = {  # our parameter or module -> transformers'; encoder layers are below
     "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
     "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
@@ -126,7 +127,7 @@ class MaskedLMHead(nn.Module):
 
 
 class BertForPreTraining(nn.Module):
-    """BERT with the MLM and NSP heads.
+    """BERT with the MLM head and, if an objective asks for them, the pooler and the NSP head.
 
     NSP label 0 means that B follows A, 1 that B is random.
     """
@@ -139,9 +140,9 @@ class BertForPreTraining(nn.Module):
         self.objectives = objectives
         self.embeddings = Embeddings(config, vocab_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.pooler = nn.Linear(size, size)
+        self.pooler = nn.Linear(size, size) if len(objectives) > 1 else None
         self.mlm = MaskedLMHead(config, vocab_size)
-        self.nsp = nn.Linear(size, 2)
+        self.nsp = nn.Linear(size, 2) if len(objectives) > 1 else None
         self.config = config
         self.gradient_checkpointing = False  # saves memory, costs compute
         self.apply(self.initialize)
@@ -166,6 +167,11 @@ class BertForPreTraining(nn.Module):
         counts: float (V,); 0.1 is added, so that unseen tokens have a finite bias.
         """
         self.mlm.bias.copy_(((counts + 0.1) / (counts + 0.1).sum()).log())
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers with the same heads."""
+        return WITH_PAIRS if self.nsp else WITHOUT_PAIRS
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile the layers; one dynamic graph serves all of them and any number of tokens."""
@@ -208,12 +214,20 @@ class BertForPreTraining(nn.Module):
         rows = [one.measure(self, hidden, batch) for one in self.objectives[1:]]
         return *scores, torch.stack(rows) if rows else hidden.new_zeros(0, ROW)
 
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute (MLM logits (M, V), NSP logits (B, 2))."""
+    def logits(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Compute the MLM logits (M, V) and, with that head, the NSP logits (B, 2)."""
         hidden = self.encode(batch)
         x = self.mlm(hidden.index_select(0, batch.masked_positions))
         mlm = F.linear(x, self.embeddings.word.weight, self.mlm.bias)
-        return mlm, self.pair_logits(hidden, batch)
+        return (mlm, self.pair_logits(hidden, batch)) if self.nsp else (mlm,)
+
+
+def resize_positions(model: BertForPreTraining, trained: int, size: int) -> None:
+    """Give a model `size` positions: the first `trained` ones, repeated if there are fewer."""
+    table = model.embeddings.position.weight.detach()
+    rows = table[torch.arange(size) % min(trained, len(table))]
+    model.embeddings.position = nn.Embedding.from_pretrained(rows, freeze=False)
+    model.config = replace(model.config, max_position_embeddings=size)
 
 
 def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
@@ -255,7 +269,12 @@ def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
     return {name: weights[hf_name(name)] for name in names}
 
 
-def hf_config(config: ModelConfig, vocab_size: int, dtype: str = "float32") -> dict:
+def hf_config(
+    config: ModelConfig,
+    vocab_size: int,
+    dtype: str = "float32",
+    architecture: str = WITH_PAIRS,
+) -> dict:
     """Build the `config.json` of a model, with BertConfig's keys.
 
     Writes the dtype as `torch_dtype`, the older name, which all versions of transformers read.
@@ -263,7 +282,7 @@ def hf_config(config: ModelConfig, vocab_size: int, dtype: str = "float32") -> d
     settings = asdict(config)
     settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
     return settings | {
-        "architectures": ["BertForPreTraining"],
+        "architectures": [architecture],
         "model_type": "bert",
         "vocab_size": vocab_size,
         "tie_word_embeddings": True,

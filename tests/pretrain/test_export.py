@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import yaml
-from helpers import ROOT, contents
+from helpers import ROOT, contents, train_here
 from huggingface_hub import RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
@@ -30,7 +30,7 @@ from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
-from pretrain.checkpoint import hash_file, save_checkpoint
+from pretrain.checkpoint import hash_file, load_model, save_checkpoint
 from pretrain.config import Config, ModelConfig
 from pretrain.export import (
     check_export_folder,
@@ -42,6 +42,7 @@ from pretrain.export import (
 )
 from pretrain.model_card import model_card
 from pretrain.models.bert import LAYER_NAMES, BertForPreTraining, from_hf, hf_config, to_hf
+from pretrain.objectives import objectives_of
 
 FILES = {
     "README.md",
@@ -129,6 +130,14 @@ def run_dir(prepared: Path, store: TokenStore, tmp_path_factory: pytest.TempPath
 def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
     monkeypatch.setattr(sys, "argv", ["export", *map(str, args)])
     run_command(pretrain.export.main)
+
+
+def assert_same_weights(exported: dict, checkpoint: dict) -> None:
+    """All tensors are equal, but positions are as many as the config's `max_seq_length`, 64."""
+    assert exported.keys() == checkpoint.keys()
+    for name, value in checkpoint.items():
+        trained = value[:64] if name == "embeddings.position.weight" else value
+        assert torch.equal(exported[name], trained), name
 
 
 def assert_one_line_error(capsys: pytest.CaptureFixture, *words: str) -> None:
@@ -362,7 +371,7 @@ def test_a_run_folder_is_exported_from_its_newest_checkpoint(
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
     checkpoint = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
     state = load_export(tmp_path / "out").state_dict()
-    assert all(torch.equal(state[name], value) for name, value in checkpoint.items())
+    assert_same_weights(state, checkpoint)
     assert "8 steps" in (tmp_path / "out/README.md").read_text()
 
 
@@ -370,7 +379,7 @@ def test_a_checkpoint_is_exported_as_it_is(run_dir, tmp_path, monkeypatch, capsy
     run_cli(monkeypatch, run_dir / "checkpoints/step-00000004", tmp_path / "a/b/out")
     checkpoint = load_file(run_dir / "checkpoints/step-00000004/model.safetensors")
     state = load_export(tmp_path / "a/b/out").state_dict()
-    assert all(torch.equal(state[name], value) for name, value in checkpoint.items())
+    assert_same_weights(state, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +488,7 @@ def card_of(prepared: Path, *overrides: str, manifest=None, **state) -> tuple[di
     """(front matter, body) of the card of a run with these settings."""
     config = load_config(Config, str(prepared / "config.yaml"), list(overrides))
     state = {"step": 1, "evaluation": {}, "fingerprint": FINGERPRINT} | state
-    _, front, body = model_card(config, state, 1, True, manifest).split("---\n", 2)
+    _, front, body = model_card(config, state, 1, True, 512, manifest).split("---\n", 2)
     return yaml.safe_load(front), body
 
 
@@ -528,7 +537,7 @@ def test_the_card_lists_each_source_by_name_and_language(prepared, store, tmp_pa
     path.write_text("\n".join(line for line in text.splitlines() if "removed:" not in line))
     config = load_config(Config, str(path), overrides)
     state = {"step": 1, "evaluation": {}, "fingerprint": FINGERPRINT}
-    card = model_card(config, state, 1, True, manifest)
+    card = model_card(config, state, 1, True, 512, manifest)
     assert yaml.safe_load(card.split("---\n")[1])["language"] == ["en", "no"]
     assert "| `a.txt` | en | 3 | 40 | 5,000 |" in card
     assert "| `org/wiki, x.no` | no | 3 | 40 | 5,000 |" in card
@@ -553,9 +562,62 @@ def test_the_card_says_nothing_of_metrics_that_are_missing_or_no_numbers(prepare
 
 def test_the_card_tells_which_positions_were_never_trained(prepared) -> None:
     phases = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 512}]"
-    assert "Positions 65 to 512" in card_of(prepared, phases, step=8)[1]
-    assert "never trained" not in card_of(prepared, phases, step=9)[1]
+    assert "Positions 65 to 512 repeat" in card_of(prepared, phases, step=8)[1]
+    assert "repeat" not in card_of(prepared, phases, step=9)[1]
     assert "longer than 512 tokens" in card_of(prepared, phases, step=9)[1]
+
+
+def test_only_trained_positions_are_exported_unless_more_are_asked_for(
+    run_dir, tmp_path, monkeypatch
+) -> None:
+    from transformers import AutoTokenizer, BertModel
+
+    trained = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
+    trained = trained["embeddings.position.weight"][:64]
+    assert trained.std() > 0
+    for wanted, options in ((64, []), (150, ["--positions", 150]), (40, ["--positions", 40])):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", *options)
+        found = BertModel.from_pretrained(tmp_path / "out").embeddings.position_embeddings.weight
+        assert torch.equal(found, trained.repeat(3, 1)[:wanted])
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == wanted
+        card = (tmp_path / "out/README.md").read_text()
+        assert ("Positions 65 to 150 repeat" in card) == (wanted == 150)
+
+
+def test_fine_tuning_has_dropout_unless_the_config_says_otherwise(prepared, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    for value, override in ((0.1, []), (0.0, ["export.dropout=0"])):
+        settings = ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"]
+        settings += ["train.max_steps=1", "train.warmup_steps=0", *override]
+        train_here(prepared, tmp_path / str(value), *settings)
+        config = AutoConfig.from_pretrained(tmp_path / str(value) / "export")
+        assert config.hidden_dropout_prob == config.attention_probs_dropout_prob == value
+        card = (tmp_path / str(value) / "export/README.md").read_text()
+        assert f"a dropout of {value:g}; pretraining had 0 and 0" in card
+
+
+def test_a_run_without_pairs_exports_no_untrained_head(prepared, tmp_path, vocabulary) -> None:
+    from transformers import AutoModelForMaskedLM, BertForMaskedLM
+
+    train_here(
+        prepared, tmp_path, "data.objective=none", "train.max_steps=2", "train.warmup_steps=1"
+    )
+    names = load_file(tmp_path / "export/model.safetensors").keys()
+    assert not [name for name in names if "pooler" in name or "seq_relationship" in name]
+    peer, report = BertForMaskedLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert type(AutoModelForMaskedLM.from_pretrained(tmp_path / "export")) is BertForMaskedLM
+    assert load_export(tmp_path / "export").nsp is None
+
+
+def test_a_checkpoint_with_untrained_heads_goes_on_without_them(tmp_path, vocabulary) -> None:
+    whole = build(len(vocabulary))
+    folder = save_checkpoint(tmp_path, whole, [], {"step": 1}, keep=1)
+    bare = BertForPreTraining(TINY, len(vocabulary), objectives_of("none"))
+    load_model(folder, bare)
+    kept = whole.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in bare.state_dict().items())
 
 
 def test_no_path_of_the_machine_is_in_the_export(run_dir, tmp_path, monkeypatch, prepared) -> None:
@@ -883,9 +945,9 @@ def test_the_weights_of_each_dtype_are_the_models_rounded(
 
     run_cli(monkeypatch, run_dir, tmp_path / "out", "--dtype", dtype)
     wanted = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
-    wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in to_hf(wanted).items()}
+    wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in wanted.items()}
     weights = load_file(tmp_path / "out/model.safetensors")
-    assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+    assert_same_weights(from_hf(weights, list(wanted)), wanted)
     assert AutoConfig.from_pretrained(tmp_path / "out").dtype == getattr(torch, dtype)
     peer = Peer.from_pretrained(tmp_path / "out")
     assert {p.dtype for p in peer.parameters()} == {getattr(torch, dtype)}
