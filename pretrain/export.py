@@ -106,8 +106,23 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def load_export(folder: Path) -> BertForPreTraining:
-    """Load this project's model, in float32, from an exported folder."""
+    """Load this project's model, in float32, from an exported folder.
+
+    Raises `UserError` if there is none.
+    """
+    missing = [name for name in FILES[:-1] if not (folder / name).exists()]
+    check(
+        not missing,
+        f"no exported model in {folder}, {' and '.join(missing[:2])} missing; python -m pretrain "
+        "makes one, and python -m pretrain.export exports any checkpoint",
+    )
     settings = json.loads((folder / "config.json").read_text())
+    absent = [name for name in ModelConfig.__dataclass_fields__ if name not in settings]
+    check(
+        not absent,
+        f"{folder / 'config.json'} has no {' and no '.join(absent[:2])}, which every export of "
+        "this project has; give a folder that python -m pretrain.export wrote",
+    )
     known = {name: settings[name] for name in ModelConfig.__dataclass_fields__}
     objectives = objectives_of("nsp" if WITH_PAIRS in settings["architectures"] else "none")
     model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"], objectives)

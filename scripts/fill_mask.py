@@ -52,8 +52,6 @@ def main() -> None:
     parser.add_argument("export_dir", type=Path)
     parser.add_argument("sentences", nargs="*", default=SENTENCES)
     args = parser.parse_args()
-    if not (args.export_dir / "config.json").exists():
-        raise UserError(f"no exported model in {args.export_dir}; python -m pretrain makes one")
     model = load_export(args.export_dir)
     tokenizer = Tokenizer.from_file(str(args.export_dir / "tokenizer.json"))
     for sentence in args.sentences:

@@ -16,13 +16,13 @@ FLOORS = [
     ("data_pipeline.sampling", "token_store pairs masking batches baselines"),
     ("data_pipeline.corpus", "python_docs files readers selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),
-    ("data_pipeline.build", "workers identity sentences encode assemble prepare"),
+    ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),
     ("data_pipeline.report", "audit page __main__"),
     ("data_pipeline", "__main__"),
     ("pretrain", "config loss objectives"),
     ("pretrain.models", "cpu attention bert"),
     ("pretrain", "sharding optim fingerprint"),
-    ("pretrain", "checkpoint metrics evaluate monitor describe tracking model_card export"),
+    ("pretrain", "checkpoint metrics evaluate probes monitor describe tracking model_card export"),
     ("pretrain", "run_setup train assumed plan recipes __main__"),
 ]
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]

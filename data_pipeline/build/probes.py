@@ -1,0 +1,105 @@
+"""Read minimal pairs, two sentences that differ in one point of grammar, and encode them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import check
+
+SUFFIXES = (".jsonl", ".tsv")
+
+
+@dataclass
+class MinimalPair:
+    """An acceptable sentence and an unacceptable one, with the phenomenon that they test.
+
+    A paradigm (`UID`) belongs to a phenomenon (`linguistics_term`), and that to a `field`, as in
+    BLiMP (Warstadt et al. 2020, arXiv:1912.00582).
+    """
+
+    good: str
+    bad: str
+    field: str
+    linguistics_term: str
+    UID: str
+
+
+def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
+    """Read the minimal pairs of files, or of all files in folders, up to `limit` a paradigm.
+
+    A `.jsonl` file has BLiMP's keys, of which `sentence_good` and `sentence_bad` are required; a
+    line of a `.tsv` file is good<TAB>bad. Where no paradigm is named, it is the name of the file.
+    Raises `UserError` that names file and line.
+    """
+    pairs, counts = [], {}
+    for path in list_files(names):
+        for pair in read_file(path):
+            counts[pair.UID] = counts.get(pair.UID, 0) + 1
+            if limit is None or counts[pair.UID] <= limit:
+                pairs.append(pair)
+    check(bool(pairs), f"no minimal pairs in {', '.join(names)}: all files there are empty")
+    return pairs
+
+
+def list_files(names: list[str]) -> list[Path]:
+    """List the files of minimal pairs, those of a folder in the order of their names."""
+    files = []
+    for path in map(Path, names):
+        check(path.exists(), f"no minimal pairs at {path}; give a folder or files of them")
+        found = [path]
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+            check(bool(found), f"no {' or '.join(SUFFIXES)} file in {path}; name the files")
+        files += found
+    return files
+
+
+def read_file(path: Path) -> list[MinimalPair]:
+    wanted = ".jsonl (BLiMP's JSON lines) and .tsv (good<TAB>bad)"
+    check(path.suffix in SUFFIXES, f"{path} is neither of the formats of minimal pairs: {wanted}")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 at byte {error.start:,}; convert it") from None
+    parse = parse_json if path.suffix == ".jsonl" else parse_tsv
+    return [
+        parse(line, path.stem, f"{path} line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+
+
+def parse_json(line: str, paradigm: str, place: str) -> MinimalPair:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON ({error}); correct it") from None
+    check(isinstance(row, dict), f"{place} is not a JSON object with the keys of BLiMP")
+    for key in ("sentence_good", "sentence_bad"):
+        found = row.get(key)
+        is_text = isinstance(found, str) and found.strip()
+        check(is_text, f"{place} has no text under {key}; its keys are {', '.join(row)}")
+    uid = str(row.get("UID", paradigm))
+    term = str(row.get("linguistics_term", uid))
+    return MinimalPair(
+        row["sentence_good"], row["sentence_bad"], str(row.get("field", term)), term, uid
+    )
+
+
+def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:
+    cells = [cell.strip() for cell in line.split("\t")]
+    check(
+        len(cells) == 2 and all(cells),
+        f"{place} has {len(cells)} columns with {sum(map(bool, cells))} texts; a line is "
+        "good<TAB>bad",
+    )
+    return MinimalPair(*cells, paradigm, paradigm, paradigm)
+
+
+def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
+    """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP]."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [encoding.ids for encoding in tokenizer.encode_batch(texts)]

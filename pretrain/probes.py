@@ -1,0 +1,163 @@
+"""Probe what a model knows without fine-tuning: score minimal pairs by pseudo-log-likelihood.
+
+The pseudo-log-likelihood (PLL) of a sentence is the sum of the log-probabilities of its tokens,
+each predicted from all others with that token alone masked (Salazar et al. 2020,
+arXiv:1910.14659):
+
+    the cat sleeps      [MASK] cat sleeps      log p(the)
+                        the [MASK] sleeps    + log p(cat)
+                        the cat [MASK]       + log p(sleeps)
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from data_pipeline.config import check
+from data_pipeline.sampling.baselines import ranges
+from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.token_store import Vocabulary
+from pretrain.models.bert import BertForPreTraining
+
+PASS_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 17}  # tokens of a pass; no speed is left in more
+SPECIALS = ("[CLS]", "[SEP]")  # not scored
+LEVELS = ("field", "linguistics_term", "UID")  # of BLiMP; a UID is a paradigm
+
+
+def score_sentences(
+    model: BertForPreTraining,
+    sentences: list[list[int]],
+    vocabulary: Vocabulary,
+    accelerator: Accelerator,
+    within_word: bool = False,
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> np.ndarray:
+    """Compute the pseudo-log-likelihood of each sentence in nats, float64 (N,) (a collective call).
+
+    Equal sentences have equal scores, since each distinct one is scored once.
+
+    sentences: token ids with [CLS] and [SEP].
+    within_word: also mask the later pieces of a token's word, so that the rest of a long word does
+    not give its beginning away (Kauf & Ivanova 2023, arXiv:2305.10588).
+    advance: is told the number of tokens of each pass, as `count_work` counts them.
+    """
+    distinct = sorted(set(map(tuple, sentences)), key=len)
+    scores = torch.zeros(len(distinct), dtype=torch.float64, device=accelerator.device)
+    device, bf16 = accelerator.device, accelerator.mixed_precision == "bf16"
+    copies = MaskedCopies(distinct, vocabulary, within_word)
+    passes = list(copies.passes(PASS_TOKENS.get(device.type, PASS_TOKENS["cuda"])))
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    was_training = model.training
+    model.eval()
+    for i in range(rank, -(-len(passes) // ranks) * ranks, ranks):
+        # equally many passes on each rank, since a sharded model needs all ranks in each of them;
+        # the repeated ones at the end do not count
+        batch, sentence = copies.build(*passes[i % len(passes)])
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            losses = model.score(batch.to(device))[0]
+        if i < len(passes):
+            scores.index_add_(0, sentence.to(device), -losses.double())
+        advance(len(batch.input_ids))
+    model.train(was_training)
+    found = dict(zip(distinct, accelerator.reduce(scores).tolist(), strict=True))
+    return np.array([found[tuple(sentence)] for sentence in sentences])
+
+
+def count_work(sentences: list[list[int]]) -> int:
+    """Count the tokens that `score_sentences` has to read: each sentence once a scored token."""
+    return sum(len(s) * (len(s) - len(SPECIALS)) for s in set(map(tuple, sentences)))
+
+
+class MaskedCopies:
+    """All copies of some sentences with one token masked, in the order of the sentences."""
+
+    def __init__(self, sentences: list[tuple[int, ...]], vocabulary: Vocabulary, within_word: bool):
+        self.mask_id, self.within_word = vocabulary["[MASK]"], within_word
+        lengths = np.array([len(sentence) for sentence in sentences])
+        self.tokens = np.concatenate([np.array(s, np.int64) for s in sentences])  # end to end
+        self.ends = np.cumsum(lengths)
+        self.starts = self.ends - lengths
+        self.word = np.cumsum(~vocabulary.continues[self.tokens])  # number of each token's word
+        specials = [vocabulary[name] for name in SPECIALS]
+        self.place = np.flatnonzero(~np.isin(self.tokens, specials))  # masked in copy i
+        self.sentence = np.repeat(np.arange(len(sentences)), lengths)[self.place]
+
+    def passes(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Divide the copies into runs [first, last) of about so many tokens."""
+        ends = np.cumsum((self.ends - self.starts)[self.sentence])
+        edges = np.searchsorted(ends, np.arange(0, ends[-1] + tokens, tokens))
+        edges = np.unique(np.append(edges, len(ends)))
+        yield from zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+
+    def build(self, first: int, last: int) -> tuple[Batch, torch.Tensor]:
+        """Build the batch of copies [first, last), and the sentence of each, int64 (B,)."""
+        sentence, place = self.sentence[first:last], self.place[first:last]
+        starts, ends = self.starts[sentence], self.ends[sentence]
+        lengths = ends - starts
+        cu_seqlens = np.append(0, np.cumsum(lengths))
+        source = ranges(starts, ends)  # of each token of the batch, among the sentences' tokens
+        target = np.repeat(place, lengths)  # the token to predict in its copy
+        is_hidden = source == target
+        if self.within_word:
+            is_hidden = (self.word[source] == self.word[target]) & (source >= target)
+        arrays = (
+            np.where(is_hidden, self.mask_id, self.tokens[source]),
+            np.zeros_like(source),
+            source - np.repeat(starts, lengths),
+            np.repeat(np.arange(len(sentence)), lengths),
+            cu_seqlens,
+            cu_seqlens[:-1] + place - starts,
+            self.tokens[place],
+            np.zeros_like(sentence),
+        )
+        return Batch(*map(torch.from_numpy, arrays), int(lengths.max())), torch.from_numpy(sentence)
+
+
+def score_by_frequency(sentences: list[list[int]], counts: np.ndarray) -> np.ndarray:
+    """Compute the log-probability of each sentence under token frequencies alone, (N,).
+
+    counts: int64 (V,); one is added to each, so that no token is impossible.
+    """
+    log_p = np.log((counts + 1) / (counts.sum() + len(counts)))
+    return np.array([log_p[sentence].sum() for sentence in sentences])
+
+
+def prefers_good(scores: np.ndarray) -> np.ndarray:
+    """Tell where the good sentence scores higher: 1, where the bad one does: 0; 0.5 for a tie.
+
+    scores: (2 x pairs,), of all good sentences and then of all bad ones.
+    Returns float64 (pairs,).
+    """
+    good, bad = np.split(scores, 2)
+    return (good > bad) + 0.5 * (good == bad)
+
+
+def by_phenomenon(paradigms: list[tuple[str, str, str]], right: np.ndarray) -> dict:
+    """Average over the pairs of each paradigm, and over the paradigms of each phenomenon.
+
+    paradigms: the names of each pair's field, phenomenon and paradigm, as in `LEVELS`.
+    right: from `prefers_good`.
+    Returns `mean`, over all paradigms, and a dict from name to mean for each of `LEVELS`.
+    """
+    pairs: dict[tuple[str, str, str], list[float]] = {}
+    for names, value in zip(paradigms, right.tolist(), strict=True):
+        pairs.setdefault(names, []).append(value)
+    means = {names: float(np.mean(values)) for names, values in pairs.items()}
+    found = {"mean": float(np.mean(list(means.values())))}
+    for level, name in enumerate(LEVELS):
+        groups: dict[str, list[float]] = {}
+        for names, mean in means.items():
+            groups.setdefault(names[level], []).append(mean)
+        found[name] = {group: float(np.mean(values)) for group, values in groups.items()}
+    return found
+
+
+def check_lengths(sentences: list[list[int]], texts: list[str], longest: int) -> None:
+    """Raise `UserError` that names the first sentence with more tokens than the model takes."""
+    for ids, text in zip(sentences, texts, strict=True):
+        check(
+            len(ids) <= longest,
+            f"{len(ids):,} tokens, and the model takes {longest:,}: {text[:40]!r}...; shorten it",
+        )

@@ -1,0 +1,97 @@
+"""Measure how often an exported model prefers the acceptable sentence of minimal pairs:
+
+python scripts/minimal_pairs.py --model DIR --data DIR_OR_FILES
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
+from data_pipeline.common.errors import run_command
+from data_pipeline.common.system import progress_bar
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from pretrain.export import load_export
+from pretrain.models.cpu import configure_cpu
+from pretrain.probes import (
+    LEVELS,
+    by_phenomenon,
+    check_lengths,
+    count_work,
+    prefers_good,
+    score_by_frequency,
+    score_sentences,
+)
+
+
+def measure(
+    model_dir: Path, pairs: list[MinimalPair], within_word: bool, store_dir: Path | None
+) -> dict:
+    """Score pairs by the model and, given a token store, by the frequencies of its tokens.
+
+    Returns `pairs`, `pairs_per_second`, `accuracy` and, with a store, `unigram`, as
+    `by_phenomenon` returns them.
+    """
+    accelerator = Accelerator()
+    if accelerator.device.type == "cpu":
+        configure_cpu()
+    model, vocabulary = load_export(model_dir), read_vocabulary(model_dir)
+    texts = [pair.good for pair in pairs] + [pair.bad for pair in pairs]
+    sentences = encode_texts(model_dir, texts)
+    check_lengths(sentences, texts, model.config.max_position_embeddings)
+    paradigms = [tuple(getattr(pair, level) for level in LEVELS) for pair in pairs]
+    unigram = {}
+    if store_dir:
+        counts = TokenStore.open(store_dir, "train", vocabulary).token_counts()
+        right = prefers_good(score_by_frequency(sentences, counts))
+        unigram = {"unigram": by_phenomenon(paradigms, right)}
+    model.to(accelerator.device)
+    began = time.perf_counter()
+    with progress_bar("scoring", count_work(sentences), "tokens") as bar:
+        scores = score_sentences(
+            model, sentences, vocabulary, accelerator, within_word, advance=bar.update
+        )
+    speed = len(pairs) / (time.perf_counter() - began)
+    accuracy = by_phenomenon(paradigms, prefers_good(scores))
+    return {"pairs": len(pairs), "pairs_per_second": speed, "accuracy": accuracy} | unigram
+
+
+def print_table(results: dict) -> None:
+    """Print the accuracies by field and by phenomenon, beside the baseline if there is one."""
+    columns = [results[name] for name in ("accuracy", "unigram") if name in results]
+    print(f"{'':40}accuracy" + "   unigram" * (len(columns) - 1))
+    for level in LEVELS[:2]:
+        for name in columns[0][level]:
+            print(f"{name:38}" + "".join(f"{column[level][name]:10.3f}" for column in columns))
+        print()
+    means = "".join(f"{column['mean']:10.3f}" for column in columns)
+    print(f"{'mean over ' + str(len(columns[0]['UID'])) + ' paradigms':38}{means}")
+    print(f"{results['pairs']:,} pairs, {results['pairs_per_second']:,.0f} a second")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="exported folder")
+    parser.add_argument(
+        "--data", nargs="+", required=True, help="folders or files, .jsonl (BLiMP) or .tsv"
+    )
+    parser.add_argument("--limit", type=int, help="use the first N pairs of each paradigm")
+    parser.add_argument("--store", type=Path, help="store of the run, for the unigram baseline")
+    parser.add_argument(
+        "--within-word", action="store_true", help="also mask the later pieces of the same word"
+    )
+    parser.add_argument("--out", type=Path, help="write the results of all paradigms as JSON")
+    args = parser.parse_args()
+    pairs = read_pairs(args.data, args.limit)
+    results = measure(args.model, pairs, args.within_word, args.store)
+    print_table(results)
+    if args.out:
+        settings = {"model": str(args.model), "limit": args.limit, "within_word": args.within_word}
+        args.out.write_text(json.dumps(settings | results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

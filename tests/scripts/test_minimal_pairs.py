@@ -1,0 +1,179 @@
+"""Minimal pairs are scored as transformers scores them, one masked copy after the other."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import ROOT
+
+from data_pipeline.build.probes import encode_texts, read_pairs
+from data_pipeline.common.errors import UserError
+from data_pipeline.sampling.token_store import read_vocabulary
+from pretrain import probes
+from pretrain.export import load_export
+from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency
+
+PAIRS = [
+    ("The names are resolved.", "The names is resolved."),
+    ("It returns an incomprehensible value.", "It return an incomprehensible value."),
+    ("A class.", "A a class, which has more words than the others of this list have."),
+    ("An object is an Object.", "An OBJECT is an object."),  # equal in lower case: a tie
+]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "scripts/minimal_pairs.py", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def write_tsv(path: Path, pairs=PAIRS) -> Path:
+    path.write_text("".join(f"{good}\t{bad}\n" for good, bad in pairs), encoding="utf-8")
+    return path
+
+
+def slow_score(export: Path, text: str, within_word: bool) -> float:
+    """The pseudo-log-likelihood of a sentence by transformers, a pass for each token."""
+    from transformers import AutoTokenizer, BertForMaskedLM
+
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = BertForMaskedLM.from_pretrained(export).eval()
+    ids, total = tokenizer(text)["input_ids"], 0.0
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    for i in range(1, len(ids) - 1):
+        hidden = [*ids]
+        hidden[i] = tokenizer.mask_token_id
+        k = i + 1
+        while within_word and pieces[k].startswith("##"):
+            hidden[k] = tokenizer.mask_token_id
+            k += 1
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([hidden])).logits[0, i]
+        total += float(logits.double().log_softmax(0)[ids[i]])
+    return total
+
+
+@pytest.mark.parametrize("within_word", [False, True])
+@pytest.mark.parametrize("pass_tokens", [40, 1 << 14])  # within sentences, and all at once
+def test_scores_are_those_of_transformers(straight, monkeypatch, within_word, pass_tokens) -> None:
+    monkeypatch.setitem(probes.PASS_TOKENS, "cpu", pass_tokens)
+    export, texts, done = straight / "export", [text for pair in PAIRS for text in pair], []
+    sentences = encode_texts(export, texts)
+    scores = probes.score_sentences(
+        load_export(export),
+        sentences,
+        read_vocabulary(export),
+        Accelerator(cpu=True),
+        within_word,
+        done.append,
+    )
+    wanted = [slow_score(export, text, within_word) for text in texts]
+    np.testing.assert_allclose(scores, wanted, atol=1e-4, rtol=0)
+    assert scores[6] == scores[7] and len(set(scores)) == 7
+    assert sum(done) == probes.count_work(sentences)
+    assert (len(done) > 7) == (pass_tokens == 40)
+
+
+def test_a_word_of_several_pieces_is_easier_with_its_rest_in_sight(straight) -> None:
+    """So the two kinds of score differ, and only for such words."""
+    text = "It returns an incomprehensible value."
+    assert len(encode_texts(straight / "export", [text])[0]) > 2 + 6
+    assert slow_score(straight / "export", text, True) != slow_score(
+        straight / "export", text, False
+    )
+
+
+def test_a_tie_counts_half() -> None:
+    assert prefers_good(np.array([-1.0, -2.0, -3.0, -2.0, -2.0, -2.0])).tolist() == [1, 0.5, 0]
+
+
+def test_means_are_over_the_paradigms_of_a_phenomenon() -> None:
+    """A paradigm of many pairs weighs no more than another."""
+    small, large, other = ("syntax", "islands", "a"), ("syntax", "islands", "b"), ("m", "n", "c")
+    right = np.array([1, 0, 0, 0, 1, 0.5])
+    found = by_phenomenon([small, large, large, large, large, other], right)
+    assert found["UID"] == {"a": 1, "b": 0.25, "c": 0.5}
+    assert found["linguistics_term"] == {"islands": 0.625, "n": 0.5}
+    assert found["field"] == {"syntax": 0.625, "m": 0.5}
+    assert found["mean"] == pytest.approx((1 + 0.25 + 0.5) / 3)
+
+
+def test_the_command_measures_a_folder_and_writes_its_results(prepared, straight, tmp_path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    write_tsv(data / "own.tsv")
+    names = {"field": "syntax", "linguistics_term": "agreement", "UID": "number"}
+    rows = [{"sentence_good": a, "sentence_bad": b} | names for a, b in PAIRS[:3]]
+    (data / "blimp.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (data / "notes.md").write_text("no pairs")
+    options = ("--store", prepared / "data/store", "--limit", 2, "--out", tmp_path / "out.json")
+    done = run("--model", straight / "export", "--data", data, *options)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["pairs"] == 4 and results["pairs_per_second"] > 0
+    for column in ("accuracy", "unigram"):
+        assert results[column]["UID"].keys() == {"number", "own"}
+        assert results[column]["field"]["syntax"] == results[column]["UID"]["number"]
+    assert f"mean over 2 paradigms{results['accuracy']['mean']:27.3f}" in done.stdout
+    assert "scoring: 100%" in done.stderr
+
+
+def test_the_baseline_knows_how_frequent_tokens_are() -> None:
+    found = score_by_frequency([[0, 2], [1, 1]], np.array([6, 0, 1]))
+    assert found == pytest.approx(np.log([7 / 10 * 2 / 10, 1 / 10 * 1 / 10]))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"sentence_good": "a"}', "line 1 has no text under sentence_bad"),
+        ("a.jsonl", "\nno json", "line 2 is not JSON"),
+        ("a.jsonl", "[]", "line 1 is not a JSON object"),
+        ("a.tsv", "good\tbad\n\tbad\n", "line 2 has 2 columns with 1 texts"),
+        ("a.tsv", "one column\n", "line 1 has 1 columns"),
+        ("a.tsv", "\n", "no minimal pairs in"),
+        ("a.txt", "text", "neither of the formats"),
+    ],
+)
+def test_what_is_wrong_with_the_pairs_is_named(tmp_path, name, text, said) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_pairs([str(tmp_path / name)])
+
+
+def test_what_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(UserError, match="no minimal pairs at"):
+        read_pairs([str(tmp_path / "none")])
+    with pytest.raises(UserError, match="no .jsonl or .tsv file in"):
+        read_pairs([str(tmp_path)])
+    with pytest.raises(UserError, match="no exported model in"):
+        load_export(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for file in ("model.safetensors", "vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text("")
+    with pytest.raises(UserError, match="config.json has no hidden_size"):
+        load_export(tmp_path)
+
+
+def test_an_error_is_one_line(straight, tmp_path) -> None:
+    (tmp_path / "a.tsv").write_text("good\t" + "word " * 600 + "\n")
+    done = run("--model", straight / "export", "--data", tmp_path / "a.tsv")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "the model takes 512: 'word word" in done.stderr
+
+
+def test_bytes_that_are_not_text_are_named(tmp_path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"good\tb\xffd\n")
+    with pytest.raises(UserError, match="not UTF-8 at byte 6"):
+        read_pairs([str(tmp_path / "a.tsv")])
