@@ -22,6 +22,7 @@ RENAMED = {  # key of 0.1.0 -> key of today
     "sentences": "sentence_splitter",
     "held_out": "held_out_fraction",
 }
+PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
 T = TypeVar("T")
 
@@ -190,6 +191,29 @@ class PairsConfig:
 
 
 @dataclass
+class ProbesConfig:
+    minimal_pairs: Any = None
+    """Files or folders of minimal pairs, BLiMP's `.jsonl` or `.tsv` of good<TAB>bad: one or a
+    list."""
+    pairs_per_paradigm: int = 20
+    """Largest number of pairs of each paradigm, so that an evaluation stays short."""
+    sentences: list[str] = field(default_factory=list)
+    """Sentences with a [MASK] or several, whose five likeliest fillings are recorded."""
+
+    def validate(self) -> None:
+        number = self.pairs_per_paradigm
+        check(number >= 1, f"eval.probes.pairs_per_paradigm {number} is below 1")
+        for sentence in self.sentences:
+            check("[MASK]" in sentence, f"eval.probes.sentences: no [MASK] in {sentence!r}")
+
+
+@dataclass
+class EvalConfig:
+    probes: ProbesConfig = field(default_factory=ProbesConfig)
+    """What else each evaluation asks the model. May change between runs of a run folder."""
+
+
+@dataclass
 class DataConfig:
     run_dir: str = "runs/run"
     """Folder of the run: checkpoints, metrics, export."""
@@ -203,10 +227,12 @@ class DataConfig:
     """The vocabulary to make of it."""
     data: PairsConfig = field(default_factory=PairsConfig)
     """Pairs of sentences and masks."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Probes, which preparation encodes, since training loads no tokenizer."""
 
     def validate(self) -> None:
         check(0 <= self.seed < 2**63, f"seed {self.seed} is not in [0, 2**63)")
-        for section in (self.corpus, self.vocab, self.data):
+        for section in (self.corpus, self.vocab, self.data, self.eval.probes):
             section.validate()
 
 

@@ -92,14 +92,20 @@ def say_duration(seconds: float) -> str:
 
 def say_evaluation(metrics: dict[str, float]) -> str:
     """Summarize the held-out results beside their baselines."""
-    line = (
-        f"held-out MLM loss {metrics['eval/mlm_loss']:.3f} nats (unigram entropy "
-        f"{metrics['eval/unigram_entropy']:.3f}), accuracy {metrics['eval/mlm_accuracy']:.3f}"
-    )
-    if "eval/nsp_accuracy" in metrics:
-        line += f"; NSP accuracy {metrics['eval/nsp_accuracy']:.3f}"
-        line += f" (majority {metrics['eval/nsp_majority']:.3f})"
-    return line
+    phrases = []
+    if "eval/mlm_loss" in metrics:
+        phrases.append(
+            f"held-out MLM loss {metrics['eval/mlm_loss']:.3f} nats (unigram entropy "
+            f"{metrics['eval/unigram_entropy']:.3f}), accuracy {metrics['eval/mlm_accuracy']:.3f}"
+        )
+    for name, metric, baseline in (
+        ("NSP accuracy", "eval/nsp_accuracy", "nsp_majority"),
+        ("minimal pairs", "eval/minimal_pairs", "minimal_pairs_unigram"),
+    ):
+        if metric in metrics:
+            beside = f"{baseline.split('_')[-1]} {metrics[f'eval/{baseline}']:.3f}"
+            phrases.append(f"{name} {metrics[metric]:.3f} ({beside})")
+    return "; ".join(phrases) or "sentences filled in"
 
 
 def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
@@ -113,23 +119,32 @@ def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
 
 def say_quality(metrics: dict[str, float]) -> str:
     """Summarize in words how good the model is on held-out text."""
-    entropy, loss = metrics["eval/unigram_entropy"], metrics["eval/mlm_loss"]
-    compared = "better" if loss < entropy else "worse"
-    line = (
-        f"on held-out text it predicts masked tokens {abs(entropy - loss):.2f} nats {compared} "
-        f"than their frequencies alone do ({loss:.3f}, {entropy:.3f}) and "
-        f"{metrics['eval/mlm_accuracy']:.1%} of them right"
-    )
+    phrases = []
+    if "eval/mlm_loss" in metrics:
+        entropy, loss = metrics["eval/unigram_entropy"], metrics["eval/mlm_loss"]
+        compared = "better" if loss < entropy else "worse"
+        phrases.append(
+            f"on held-out text it predicts masked tokens {abs(entropy - loss):.2f} nats {compared} "
+            f"than their frequencies alone do ({loss:.3f}, {entropy:.3f}) and "
+            f"{metrics['eval/mlm_accuracy']:.1%} of them right"
+        )
     if "eval/nsp_accuracy" in metrics:
-        line += f"; {metrics['eval/nsp_accuracy']:.1%} of the pairs are told right, where always "
-        line += f"the same answer has {metrics['eval/nsp_majority']:.1%}"
-    return line
+        phrases.append(
+            f"{metrics['eval/nsp_accuracy']:.1%} of the pairs are told right, where always the "
+            f"same answer has {metrics['eval/nsp_majority']:.1%}"
+        )
+    if "eval/minimal_pairs" in metrics:
+        phrases.append(
+            f"it prefers the acceptable sentence in {metrics['eval/minimal_pairs']:.1%} of the "
+            f"minimal pairs, token frequencies in {metrics['eval/minimal_pairs_unigram']:.1%}"
+        )
+    return "; ".join(phrases) or "no text is held out to measure the model by"
 
 
 def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str, float]) -> None:
     """Print the results of a run, its output files, and how to train further."""
     print(f"done: {step:,} steps; this command trained for {say_duration(seconds)}")
-    print(say_quality(evaluation) if evaluation else "no text is held out to measure the model by")
+    print(say_quality(evaluation))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {
         run_dir / "export": "the model, for transformers: from_pretrained of this folder",

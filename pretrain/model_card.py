@@ -227,6 +227,7 @@ def evaluation(metrics: dict, objective: str) -> str:
         ),
         ("mlm_top5", "Masked-LM accuracy, best of five", "{:.1%}", "", ""),
         ("nsp_accuracy", pairs, "{:.1%}", "nsp_majority", "majority label"),
+        ("minimal_pairs", "Minimal pairs", "{:.1%}", "minimal_pairs_unigram", "token frequencies"),
     )
     rows = []
     for metric, name, form, baseline, meaning in lines:

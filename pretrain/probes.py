@@ -154,10 +154,98 @@ def by_phenomenon(paradigms: list[tuple[str, str, str]], right: np.ndarray) -> d
     return found
 
 
-def check_lengths(sentences: list[list[int]], texts: list[str], longest: int) -> None:
-    """Raise `UserError` that names the first sentence with more tokens than the model takes."""
-    for ids, text in zip(sentences, texts, strict=True):
+def check_lengths(sentences: list[list[int]], vocabulary: Vocabulary, longest: int) -> None:
+    """Raise `UserError` that shows the first sentence with more tokens than the model takes."""
+    for ids in sentences:
         check(
             len(ids) <= longest,
-            f"{len(ids):,} tokens, and the model takes {longest:,}: {text[:40]!r}...; shorten it",
+            f"{len(ids):,} tokens, and the model takes {longest:,}; shorten the sentence "
+            f"{' '.join(vocabulary.pieces[i] for i in ids[:8])} ...",
         )
+
+
+# ------------------------------------------------------------------------------------ [MASK]
+
+
+@torch.no_grad()
+def fill_masks(
+    model: BertForPreTraining,
+    sentences: list[list[int]],
+    vocabulary: Vocabulary,
+    accelerator: Accelerator,
+    k: int = 5,
+) -> list[list[list[tuple[str, float]]]]:
+    """Predict the `k` likeliest tokens for each [MASK] of each sentence, with probabilities.
+
+    Under FSDP2 a collective call, for which all ranks give the same sentences.
+
+    sentences: token ids with [CLS] and [SEP].
+    Returns a list of (piece, probability) for each [MASK], in a list for each sentence.
+    """
+    lengths = torch.tensor([len(sentence) for sentence in sentences])
+    ids = torch.tensor([token for sentence in sentences for token in sentence])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    sequence = torch.arange(len(sentences)).repeat_interleave(lengths)
+    masked = torch.nonzero(ids == vocabulary["[MASK]"])[:, 0]
+    batch = Batch(
+        ids, torch.zeros_like(ids), torch.arange(len(ids)) - cu_seqlens[sequence], sequence,
+        cu_seqlens, masked, ids[masked], torch.zeros_like(lengths), int(lengths.max()),
+    )  # fmt: skip
+    device, was_training = accelerator.device, model.training
+    bf16 = accelerator.mixed_precision == "bf16"
+    model.eval()
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        logits = model.logits(batch.to(device))[0]
+    model.train(was_training)
+    best = logits.float().softmax(-1).topk(k)
+    found: list[list] = [[] for _ in sentences]
+    for i, tokens, p in zip(
+        sequence[masked].tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+    ):
+        found[i].append([(vocabulary.pieces[t], value) for t, value in zip(tokens, p, strict=True)])
+    return found
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+class Probes:
+    """The probes of a run, which each evaluation asks its model.
+
+    found: what `data_pipeline.build.probes.write_probes` wrote.
+    counts: int64 (V,), tokens of the training split, for the baseline.
+    longest: tokens that the model takes. Raises `UserError` if a sentence has more.
+    """
+
+    def __init__(self, found: dict, vocabulary: Vocabulary, counts: np.ndarray, longest: int):
+        self.vocabulary, self.texts = vocabulary, found["settings"]["sentences"]
+        self.pairs, self.sentences = found["good"] + found["bad"], found["sentences"]
+        self.paradigms = [tuple(names) for names in found["paradigms"]]
+        check_lengths(self.pairs + self.sentences, vocabulary, longest)
+        self.baseline = {}
+        if self.pairs:
+            right = prefers_good(score_by_frequency(self.pairs, counts))
+            mean = by_phenomenon(self.paradigms, right)["mean"]
+            self.baseline = {"eval/minimal_pairs_unigram": mean}
+
+    def measure(self, model: BertForPreTraining, accelerator: Accelerator) -> dict[str, float]:
+        """Score the minimal pairs, if there are any: means over paradigms, and the baseline (a
+        collective call)."""
+        if not self.pairs:
+            return {}
+        scores = score_sentences(model, self.pairs, self.vocabulary, accelerator)
+        found = by_phenomenon(self.paradigms, prefers_good(scores))
+        fields = {f"eval/minimal_pairs/{name}": mean for name, mean in found["field"].items()}
+        return {"eval/minimal_pairs": found["mean"]} | fields | self.baseline
+
+    def fill(self, model: BertForPreTraining, accelerator: Accelerator) -> dict[str, list]:
+        """Fill in the sentences, if there are any (a collective call).
+
+        Returns `fillings`: for each sentence its text and, for each [MASK], (piece, probability) of
+        the five likeliest tokens.
+        """
+        if not self.sentences:
+            return {}
+        found = fill_masks(model, self.sentences, self.vocabulary, accelerator)
+        both = zip(self.texts, found, strict=True)
+        return {"fillings": [{"sentence": text, "masks": masks} for text, masks in both]}

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from data_pipeline.common.errors import UserError, red
 from data_pipeline.common.folders import claim_folder, install_files, write_file
 from data_pipeline.common.system import die_with_parent
-from data_pipeline.config import check
+from data_pipeline.config import PROBES_FILE, check
 from data_pipeline.sampling.batches import BatchSource, count_passes
 from data_pipeline.sampling.token_store import (
     TOKENIZER_FILES,
@@ -44,6 +44,7 @@ from pretrain.models.bert import BertForPreTraining
 from pretrain.models.cpu import configure_cpu, cpu_supports
 from pretrain.objectives import objectives_of
 from pretrain.optim import build_optimizers
+from pretrain.probes import Probes
 from pretrain.sharding import wrap_model
 
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png", "checkpoints")
@@ -60,6 +61,7 @@ class Run:
     store: TokenStore
     sources: list[BatchSource]  # one for each phase
     held_out: HeldOut | None
+    probes: Probes | None
     bare: BertForPreTraining
     model: torch.nn.Module  # `bare`, wrapped for many processes
     compiled: bool
@@ -76,6 +78,11 @@ class Run:
         """Tell whether this is the main process, which alone writes and prints."""
         return self.accelerator.is_main_process
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Tell whether there is anything to evaluate the model by."""
+        return bool(self.held_out or self.probes)
+
 
 def set_up(config: Config) -> Run:
     """Set up processes, data, model and optimizers, and load the newest checkpoint, if any.
@@ -91,6 +98,7 @@ def set_up(config: Config) -> Run:
     # data
     store, sources = open_token_store(config, phases)
     held_out = build_held_out(config, store, accelerator)
+    probes = build_probes(config, store)
     fingerprint = fingerprint_run(config, store, accelerator)
     check_ranks_agree(config, fingerprint, accelerator)
     lock = lock_run(run_dir, accelerator)
@@ -120,8 +128,8 @@ def set_up(config: Config) -> Run:
         keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
         describe_start(config, bare, phases, sources, state["step"], accelerator)
     return Run(
-        config, phases, accelerator, store, sources, held_out, bare, model, compiled, optimizers,
-        state, lock,
+        config, phases, accelerator, store, sources, held_out, probes, bare, model, compiled,
+        optimizers, state, lock,
     )  # fmt: skip
 
 
@@ -332,3 +340,23 @@ def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) 
     except UserError as error:
         accelerator.print(red(f"warning: no evaluation on held-out documents: {error}"))
         return None
+
+
+def build_probes(config: Config, store: TokenStore) -> Probes | None:
+    """Read the probes that preparation has encoded; None if `eval.probes` is empty.
+
+    Raises `UserError` if they are missing, encode another config or vocabulary, or are too long.
+    """
+    settings = config.eval.probes
+    if not (settings.minimal_pairs or settings.sentences):
+        return None
+    path = Path(config.data_dir) / PROBES_FILE
+    found = json.loads(path.read_text()) if path.exists() else {}
+    expected = {"settings": asdict(settings), "vocab_sha256": store.vocabulary.sha256}
+    check(
+        found and expected.items() <= found.items(),
+        f"{path} {'was made from other probes or another vocabulary' if found else 'is missing'}; "
+        "encode eval.probes with python -m data_pipeline CONFIG",
+    )
+    longest = config.model.max_position_embeddings
+    return Probes(found, store.vocabulary, sample_counts(store), longest)

@@ -46,7 +46,8 @@ def wrap_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "score")
+    for method in ("score", "logits"):
+        register_fsdp_forward_method(model, method)
     bf16 = accelerator.mixed_precision == "bf16"
     model.forward = torch.autocast(device, torch.bfloat16, enabled=bf16)(model.forward)
     return model

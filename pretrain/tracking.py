@@ -25,9 +25,9 @@ class Tracker:
         if project:
             self.try_wandb(lambda: self.start_wandb(run_dir, project, config))
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics after `step` finished steps."""
-        self.file.write(to_json({"step": step} | metrics) + "\n")
+    def log(self, step: int, metrics: dict[str, float], **others) -> None:
+        """Record metrics after `step` finished steps; wandb gets no `others`."""
+        self.file.write(to_json({"step": step} | metrics | others) + "\n")
         self.file.flush()
         if self.wandb:
             self.try_wandb(lambda: self.wandb.log(metrics, step=step))

@@ -85,7 +85,7 @@ def train(config: Config) -> None:
             abort_run(run, record, step, sums)
         if done % settings.log_every == 0 or ended:
             record.log(run, done, {"train/learning_rate": rate, "train/grad_norm": grad_norm})
-        if run.held_out and (done % settings.eval_every == 0 or ended):
+        if run.is_evaluated and (done % settings.eval_every == 0 or ended):
             evaluate_run(run, record, done)
         if done % settings.save_every == 0 or ended:
             save_run(run, record, done)
@@ -144,11 +144,18 @@ def abort_run(run: Run, record: Record, step: int, sums: torch.Tensor) -> NoRetu
 
 
 def evaluate_run(run: Run, record: Record, done: int) -> None:
-    """Evaluate the model on the held-out pairs; checkpoint and export record the result."""
+    """Evaluate the model on the held-out pairs and by its probes; checkpoint and export record the
+    metrics."""
+    found, others = {}, {}
     with record.clock.paused():
-        run.state["evaluation"] = evaluate(run.bare, run.held_out, run.accelerator)
+        if run.held_out:
+            found = evaluate(run.bare, run.held_out, run.accelerator)
+        if run.probes:
+            found |= run.probes.measure(run.bare, run.accelerator)
+            others = run.probes.fill(run.bare, run.accelerator)
+    run.state["evaluation"] = found
     if run.main:
-        record.tracker.log(done, run.state["evaluation"])
+        record.tracker.log(done, found, **others)
         record.log_line(f"step {done:,}: {say_evaluation(run.state['evaluation'])}")
 
 

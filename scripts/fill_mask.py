@@ -6,13 +6,14 @@ python scripts/fill_mask.py EXPORT_DIR [SENTENCE ...]
 import argparse
 from pathlib import Path
 
-import torch
+from accelerate import Accelerator
 from tokenizers import Tokenizer
 
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.export import load_export
 from pretrain.models.bert import BertForPreTraining
+from pretrain.probes import check_lengths, fill_masks
 
 SENTENCES = (
     "This method returns a new [MASK].",
@@ -26,25 +27,12 @@ def fill_mask(
     model: BertForPreTraining, tokenizer: Tokenizer, sentence: str, k: int = 5
 ) -> list[list[tuple[str, float]]]:
     """Predict the `k` most likely tokens, with probabilities, for each [MASK] of a sentence."""
-    encoding = tokenizer.encode(sentence)
-    ids, types = torch.tensor(encoding.ids), torch.tensor(encoding.type_ids)
-    masked = torch.nonzero(ids == tokenizer.token_to_id("[MASK]"))[:, 0]
-    if not len(masked):
+    vocabulary = Vocabulary.of([*map(tokenizer.id_to_token, range(tokenizer.get_vocab_size()))])
+    ids = tokenizer.encode(sentence).ids
+    if vocabulary["[MASK]"] not in ids:
         raise UserError(f"no [MASK] in {sentence!r}")
-    if len(ids) > model.config.max_position_embeddings:
-        longest = model.config.max_position_embeddings
-        raise UserError(f"{len(ids)} tokens, and the model takes {longest}: {sentence[:40]!r}...")
-    zeros, ends = torch.zeros(len(ids), dtype=torch.int64), torch.tensor([0, len(ids)])
-    batch = Batch(
-        ids, types, torch.arange(len(ids)), zeros, ends, masked, ids[masked], zeros[:1], len(ids)
-    )
-    with torch.no_grad():
-        probabilities = model.logits(batch)[0].softmax(-1)
-    best = probabilities.topk(k)
-    return [
-        [(tokenizer.id_to_token(i), p) for i, p in zip(row, values, strict=True)]
-        for row, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    check_lengths([ids], vocabulary, model.config.max_position_embeddings)
+    return fill_masks(model, [ids], vocabulary, Accelerator(cpu=True), k)[0]
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def measure(
     model, vocabulary = load_export(model_dir), read_vocabulary(model_dir)
     texts = [pair.good for pair in pairs] + [pair.bad for pair in pairs]
     sentences = encode_texts(model_dir, texts)
-    check_lengths(sentences, texts, model.config.max_position_embeddings)
+    check_lengths(sentences, vocabulary, model.config.max_position_embeddings)
     paradigms = [tuple(getattr(pair, level) for level in LEVELS) for pair in pairs]
     unigram = {}
     if store_dir:

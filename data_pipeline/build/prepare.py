@@ -33,6 +33,7 @@ from data_pipeline.build.identity import (
     settings_key,
     store_settings,
 )
+from data_pipeline.build.probes import read_pairs, write_probes
 from data_pipeline.build.sentences import sentence_splitter
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
@@ -44,7 +45,7 @@ from data_pipeline.common.folders import (
     remove_entries,
 )
 from data_pipeline.common.system import count_cpus
-from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
+from data_pipeline.config import PROBES_FILE, CorpusConfig, DataConfig, VocabConfig, to_list
 from data_pipeline.corpus.readers import FileChunk, left_out, list_file_chunks, name_source
 from data_pipeline.corpus.selection import (
     Selection,
@@ -60,6 +61,7 @@ from data_pipeline.vocabulary.training import write_tokenizer
 from data_pipeline.vocabulary.words import load_segmenter
 
 DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
+DATA_FILES += (PROBES_FILE,)
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 
 
@@ -72,6 +74,8 @@ def prepare(
     finish: bool = False,
 ) -> None:
     """Build the vocabulary and token store of a corpus in `data_dir`, unless they exist already.
+
+    Encodes the probes of `eval.probes` in any case.
 
     workers: number of processes (default: one per core).
     cluster: address of a dask scheduler to use instead, whose workers see the same file paths.
@@ -86,12 +90,16 @@ def prepare(
     chunks, existing = list_file_chunks(config.corpus), read_existing(config.vocab)
     settings = store_settings(config.corpus, config.vocab, chunks, existing)
     key = settings_key(settings | {"work": 2})  # version 1 split the text in another way
+    probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
+    pairs = read_pairs(named, probes.pairs_per_paradigm) if named else []
     claim_folder(data_dir, DATA_FILES, "data_dir", is_data)
     older_key = key_of_schema_1(config.corpus, config.vocab, chunks, existing)
     if is_prepared(data_dir, settings, older_key):
         remove_entries(work_dir, is_work)  # a killed command may have left some
         print(f"store: {data_dir / 'store'} is there already")
         warn_held_out(read_manifest(data_dir / "store"))
+        if pairs or probes.sentences:
+            write_probes(data_dir, probes, pairs)
         return
     run = partial(
         run_stage,
@@ -155,6 +163,8 @@ def prepare(
         remove_entries(work_dir, is_work)
     print_store(manifest)
     warn_held_out(manifest)
+    if pairs or probes.sentences:
+        write_probes(data_dir, probes, pairs)
 
 
 def is_data(data_dir: Path) -> bool:

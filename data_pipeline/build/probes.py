@@ -1,13 +1,16 @@
-"""Read minimal pairs, two sentences that differ in one point of grammar, and encode them."""
+"""Read probes of a model and encode them: minimal pairs, which are two sentences that differ in one
+point of grammar, and sentences with a [MASK]."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import check
+from data_pipeline.common.folders import write_file
+from data_pipeline.config import PROBES_FILE, ProbesConfig, check
+from data_pipeline.sampling.token_store import read_vocabulary
 
 SUFFIXES = (".jsonl", ".tsv")
 
@@ -103,3 +106,22 @@ def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
     """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP]."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+
+
+def write_probes(data_dir: Path, probes: ProbesConfig, pairs: list[MinimalPair]) -> None:
+    """Encode the probes of a config, and write them to `data_dir` for training.
+
+    The file holds the ids of all sentences, the names of each pair's field, phenomenon and
+    paradigm, and what training compares with its own config and vocabulary.
+    """
+    vocab_dir = data_dir / "vocab"
+    found = {"settings": asdict(probes), "vocab_sha256": read_vocabulary(vocab_dir).sha256}
+    found["paradigms"] = [(pair.field, pair.linguistics_term, pair.UID) for pair in pairs]
+    found["good"] = encode_texts(vocab_dir, [pair.good for pair in pairs])
+    found["bad"] = encode_texts(vocab_dir, [pair.bad for pair in pairs])
+    found["sentences"] = encode_texts(vocab_dir, probes.sentences)
+    write_file(data_dir / PROBES_FILE, json.dumps(found).encode() + b"\n")
+    print(
+        f"probes: {len(pairs):,} minimal pairs of {len({pair.UID for pair in pairs}):,} paradigms, "
+        f"{len(probes.sentences):,} sentences to fill in"
+    )

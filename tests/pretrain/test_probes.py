@@ -1,0 +1,190 @@
+"""Probes are encoded by preparation and scored at each evaluation, on any number of processes."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from helpers import metrics, run, train_here
+
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.probes import encode_texts, read_pairs
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import DataConfig, load_config
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from pretrain.export import load_export
+from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency, score_sentences
+
+OTHERS = ("model", "train", "tracking", "export")
+SENTENCES = [
+    "The [MASK] of a class is that of its objects, and of no others.",
+    "It returns a [MASK] [MASK].",
+]
+PAIRS = [("syntax", "a", "The name is bound.", "The name are bound.")]
+PAIRS += [("syntax", "a", "The objects are.", "The objects is."), ("syntax", "b", "A b", "B a")]
+PAIRS += [
+    ("semantics", "c", "It returns a value.", "It returns value a."),
+    ("semantics", "c", *"ab"),
+]
+KEYS = ("field", "UID", "sentence_good", "sentence_bad")
+
+
+@pytest.fixture(scope="module")
+def probed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the prepared folder, with probes in its config and `data/probes.json`."""
+    root = tmp_path_factory.mktemp("probed")
+    shutil.copytree(prepared / "data", root / "data")
+    shutil.copy(prepared / "topics.txt", root)
+    rows = [json.dumps(dict(zip(KEYS, row, strict=True))) for row in PAIRS]
+    (root / "pairs.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    settings = {"minimal_pairs": f"{root}/pairs.jsonl", "sentences": SENTENCES}
+    text = (prepared / "config.yaml").read_text().replace(str(prepared), str(root))
+    (root / "config.yaml").write_text(f"{text}eval: {{probes: {json.dumps(settings)}}}\n")
+    prepare_here(root)
+    return root
+
+
+def prepare_here(root: Path, *overrides: str) -> None:
+    prepare(load_config(DataConfig, str(root / "config.yaml"), overrides, OTHERS), workers=1)
+
+
+@pytest.fixture(scope="module")
+def run_dir(probed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of 12 steps with probes; not to be written to."""
+    folder = tmp_path_factory.mktemp("run")
+    train_here(probed, folder)
+    return folder
+
+
+def evaluations(folder: Path) -> list[dict]:
+    return [line for line in metrics(folder) if "eval/minimal_pairs" in line]
+
+
+def test_the_last_evaluation_is_that_of_the_export(probed: Path, run_dir: Path) -> None:
+    first, last = evaluations(run_dir)
+    assert (first["step"], last["step"]) == (6, 12)
+    export = run_dir / "export"
+    pairs = read_pairs([f"{probed}/pairs.jsonl"])
+    sentences = encode_texts(export, [p.good for p in pairs] + [p.bad for p in pairs])
+    model, vocabulary = load_export(export), read_vocabulary(export)
+    scores = score_sentences(model, sentences, vocabulary, Accelerator(cpu=True))
+    names = [(pair.field, pair.linguistics_term, pair.UID) for pair in pairs]
+    found = by_phenomenon(names, prefers_good(scores))
+    assert last["eval/minimal_pairs"] == found["mean"]
+    for field, mean in found["field"].items():
+        assert last[f"eval/minimal_pairs/{field}"] == mean
+    counts = TokenStore.open(probed / "data/store", "train", vocabulary).token_counts()
+    right = prefers_good(score_by_frequency(sentences, counts))
+    assert last["eval/minimal_pairs_unigram"] == by_phenomenon(names, right)["mean"]
+
+
+def test_fillings_are_those_of_transformers(run_dir: Path) -> None:
+    from transformers import pipeline
+
+    found = evaluations(run_dir)[-1]["fillings"]
+    assert [item["sentence"] for item in found] == SENTENCES
+    assert [len(item["masks"]) for item in found] == [1, 2]
+    wanted = pipeline("fill-mask", model=str(run_dir / "export"))(SENTENCES)
+    for candidates, items in zip(
+        [found[0]["masks"][0], *found[1]["masks"]], [wanted[0], *wanted[1]], strict=True
+    ):
+        assert [p for _, p in candidates] == pytest.approx([i["score"] for i in items], rel=1e-4)
+        assert [piece for piece, _ in candidates] == [i["token_str"] for i in items]
+
+
+def test_the_rest_of_a_run_is_as_it_is_without_probes(run_dir: Path, straight: Path) -> None:
+    ours = [
+        {k: v for k, v in line.items() if "minimal_pairs" not in k and k != "fillings"}
+        for line in metrics(run_dir)
+    ]
+    assert ours == metrics(straight)
+
+
+def test_probes_are_in_the_summary_and_the_card(probed: Path, tmp_path: Path, capsys) -> None:
+    train_here(probed, tmp_path / "run", "train.max_steps=2", "train.warmup_steps=1")
+    said = capsys.readouterr().out
+    mean = evaluations(tmp_path / "run")[-1]["eval/minimal_pairs"]
+    assert f"it prefers the acceptable sentence in {mean:.1%} of the minimal pairs" in said
+    assert f"; minimal pairs {mean:.3f} (unigram " in said
+    card = (tmp_path / "run/export/README.md").read_text()
+    assert f"| Minimal pairs | {mean:.1%} |" in card
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_many_processes_score_as_one(probed, run_dir, tmp_path, shards) -> None:
+    options = ("train.max_steps=6", "train.warmup_steps=2", "train.micro_batch_size=8")
+    train_here(probed, tmp_path / "one", *options)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if shards else {}
+    done = run(
+        probed, tmp_path / "two", *options, launcher=[*launcher, "--nproc_per_node=2"], env=env
+    )
+    assert done.returncode == 0, done.stderr
+    (one,), (two,) = evaluations(tmp_path / "one"), evaluations(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert one["eval/minimal_pairs"] == two["eval/minimal_pairs"]
+    for a, b in zip(one["fillings"], two["fillings"], strict=True):
+        assert [[name for name, _ in mask] for mask in a["masks"]] == [
+            [name for name, _ in mask] for mask in b["masks"]
+        ]
+        assert np.allclose(
+            [[p for _, p in mask] for mask in a["masks"]],
+            [[p for _, p in mask] for mask in b["masks"]],
+            atol=1e-5,
+        )
+
+
+def test_probes_may_change_when_a_run_resumes(probed: Path, tmp_path: Path) -> None:
+    run_dir, data = tmp_path / "run", tmp_path / "data"
+    shutil.copytree(probed / "data", data)
+    train_here(probed, run_dir, "train.max_steps=8", f"data_dir={data}", "train.extend=true")
+    options = (f"data_dir={data}", "eval.probes.sentences=['A new [MASK].']", "train.extend=true")
+    with pytest.raises(UserError, match="was made from other probes"):
+        train_here(probed, run_dir, *options)
+    prepare_here(probed, *options[:2])
+    train_here(probed, run_dir, *options)
+    (*_, last) = evaluations(run_dir)
+    assert [item["sentence"] for item in last["fillings"]] == ["A new [MASK]."]
+
+
+def test_probes_need_no_held_out_text(probed: Path, tmp_path: Path) -> None:
+    shutil.copy(probed / "config.yaml", tmp_path)
+    options = [f"data_dir={tmp_path}/data", "corpus.held_out_fraction=0"]
+    prepare_here(probed, *options)
+    train_here(probed, tmp_path / "run", *options, "train.max_steps=2", "train.warmup_steps=1")
+    (line,) = evaluations(tmp_path / "run")
+    assert "eval/mlm_loss" not in line and line["fillings"]
+
+
+def test_probes_that_are_not_encoded_are_asked_for(prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="probes.json is missing; .*python -m data_pipeline CONFIG"):
+        train_here(prepared, tmp_path / "run", "eval.probes.sentences=['A [MASK].']")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_probe_longer_than_the_model_takes_is_shown(probed: Path, tmp_path: Path) -> None:
+    short = ("model.max_position_embeddings=8", "data.max_seq_length=8")
+    with pytest.raises(UserError, match=r"the model takes 8; shorten the sentence \[CLS\]"):
+        train_here(probed, tmp_path / "run", *short)
+
+
+def test_pairs_that_are_not_there_stop_preparation_at_once(prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no minimal pairs at"):
+        prepare_here(prepared, f"data_dir={tmp_path / 'data'}", "eval.probes.minimal_pairs=none")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_sentence_without_a_mask_is_refused(prepared: Path) -> None:
+    with pytest.raises(UserError, match=r"eval.probes.sentences: no \[MASK\] in 'A b.'"):
+        prepare_here(prepared, "eval.probes.sentences=['A b.']")
+
+
+def test_each_paradigm_gives_so_many_pairs(probed: Path, tmp_path: Path) -> None:
+    shutil.copytree(probed / "data", tmp_path / "data")
+    options = (f"data_dir={tmp_path / 'data'}", "eval.probes.pairs_per_paradigm=1")
+    prepare_here(probed, *options)
+    found = json.loads((tmp_path / "data/probes.json").read_text())
+    assert [uid for _, _, uid in found["paradigms"]] == ["a", "b", "c"]
