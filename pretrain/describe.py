@@ -128,6 +128,8 @@ def say_quality(metrics: dict[str, float]) -> str:
             f"than their frequencies alone do ({loss:.3f}, {entropy:.3f}) and "
             f"{metrics['eval/mlm_accuracy']:.1%} of them right"
         )
+    if "eval/mlm_bits_per_byte" in metrics:
+        phrases.append(f"that is {metrics['eval/mlm_bits_per_byte']:.3f} bits per byte of text")
     if "eval/nsp_accuracy" in metrics:
         phrases.append(
             f"{metrics['eval/nsp_accuracy']:.1%} of the pairs are told right, where always the "

@@ -63,6 +63,9 @@ class HeldOut:
             groups = token_groups(batch, sizes, bands, train.vocabulary)
             self.batches.append((batch, groups, i < len(starts)))
         pairs, epoch = source.examples(0, self.size)[0], source.epoch_part(0)
+        found = store.manifest["held_out"]
+        # None for a store of an earlier version, which counted no bytes of its splits
+        self.tokens_per_byte = found["tokens"] / found["bytes"] if found.get("bytes") else None
         self.baselines = {
             f"eval/{name}": value
             for one in objectives_of(data.objective)
@@ -145,6 +148,9 @@ def evaluate(
             count = max(count, 1)
             metrics |= {f"mlm_loss{name}": loss / count, f"mlm_accuracy{name}": right / count}
     metrics["mlm_perplexity"] = math.exp(min(metrics["mlm_loss"], 700))
+    if held_out.tokens_per_byte:
+        nats = metrics["mlm_loss"] * held_out.tokens_per_byte  # a byte of the held-out text
+        metrics["mlm_bits_per_byte"] = nats / math.log(2)
     metrics["mlm_top5"] = tokens[0][3] / max(tokens[0][0], 1)
     mlm, *_ = model.objectives
     metrics["loss"] = mlm.weight * metrics["mlm_loss"]

@@ -218,6 +218,7 @@ def evaluation(metrics: dict, objective: str) -> str:
     lines = (  # metric, name, form of the value, metric of the baseline, what that is
         ("mlm_loss", "Masked-LM loss", "{:.3f} nats", "unigram_entropy", "unigram entropy"),
         ("mlm_perplexity", "Masked-LM perplexity", "{:,.1f}", "", ""),
+        ("mlm_bits_per_byte", "Masked-LM bits per byte of text", "{:.3f}", "", ""),
         (
             "mlm_accuracy",
             "Masked-LM accuracy",

@@ -59,7 +59,8 @@ def assemble_store(
         for split in SPLITS:
             both = zip(shards, entries, strict=True)
             parts = [(shard / split, entry[split]) for shard, entry in both if split in entry]
-            manifest[split] = join_shards(parts, folder / split, bar)
+            manifest[split] = {n: sum(s[split][n] for s in stats) for n in ("bytes", "words")}
+            manifest[split] |= join_shards(parts, folder / split, bar)
         if any(folder.glob("*/word_starts.npy")):
             manifest["word_starts"] = True
         # identifies the data in a checkpoint: equal for all stores with the same arrays

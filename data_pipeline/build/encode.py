@@ -74,8 +74,9 @@ def scan_chunk(
             held_out = number < selected.limit
             document, copies = selected.take(document, number, held_out, rejects)
             sentences = list(split_sentences(document, split))
+            taken = len(document.encode("utf-8", "replace"))  # may have lost duplicate paragraphs
             for _ in range(copies):
-                writers[SPLITS[held_out]].add(sentences)
+                writers[SPLITS[held_out]].add(sentences, taken)
             if copies and not sentences:
                 rejects.add("without words")
         stats = {name: writer.close() for name, writer in writers.items()}
@@ -96,10 +97,11 @@ class WordWriter:
         self.sentences: list[str] = []
         self.sizes: list[int] = []  # sentences in each document that is not yet written
         self.waiting = 0  # characters not yet written
-        self.stats = {"documents": 0, "sentences": 0, "words": 0}
+        self.stats = {"bytes": 0, "documents": 0, "sentences": 0, "words": 0}
 
-    def add(self, sentences: list[str]) -> None:
-        """Add a document, and write out those that wait if they fill a batch."""
+    def add(self, sentences: list[str], size: int) -> None:
+        """Add a document of `size` bytes, and write out those that wait if they fill a batch."""
+        self.stats["bytes"] += size if sentences else 0
         self.sentences += sentences
         self.sizes.append(len(sentences))
         self.waiting += sum(map(len, sentences))

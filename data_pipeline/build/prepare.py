@@ -89,7 +89,7 @@ def prepare(
     work_dir = data_dir / "work"
     chunks, existing = list_file_chunks(config.corpus), read_existing(config.vocab)
     settings = store_settings(config.corpus, config.vocab, chunks, existing)
-    key = settings_key(settings | {"work": 2})  # version 1 split the text in another way
+    key = settings_key(settings | {"work": 3})  # version 2 did not count the bytes of a split
     probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
     pairs = read_pairs(named, probes.pairs_per_paradigm) if named else []
     claim_folder(data_dir, DATA_FILES, "data_dir", is_data)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import accuracy_by_lengths
 from data_pipeline.sampling.batches import BatchSource
-from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.token_store import TokenStore, read_manifest
 from pretrain import loss
 from pretrain.config import ModelConfig
 from pretrain.evaluate import (
@@ -62,6 +62,12 @@ def test_metrics_are_those_of_a_plain_count_over_tokens(prepared: Path, store: T
     assert model.training
     assert metrics["eval/mlm_loss"] == pytest.approx(np.mean([r[0] for r in rows]), rel=1e-5)
     assert metrics["eval/mlm_perplexity"] == pytest.approx(math.exp(metrics["eval/mlm_loss"]))
+    counts = read_manifest(prepared / "data/store")["held_out"]
+    bits = metrics["eval/mlm_loss"] / math.log(2)
+    wanted = bits * counts["tokens"] / counts["bytes"]
+    assert metrics["eval/mlm_bits_per_byte"] == pytest.approx(wanted)
+    held_out.tokens_per_byte = None  # as in a store of an earlier version
+    assert "eval/mlm_bits_per_byte" not in evaluate(model, held_out, Accelerator(cpu=True))
     assert metrics["eval/mlm_accuracy"] == np.mean([r[1] == 0 for r in rows]) >= 0.25
     assert metrics["eval/mlm_top5"] == np.mean([r[1] < 5 for r in rows])
     masked = [r for r in rows if r[2] == vocabulary["[MASK]"]]

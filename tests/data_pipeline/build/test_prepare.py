@@ -20,7 +20,12 @@ from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.sampling.token_store import (
+    TokenStore,
+    Vocabulary,
+    read_manifest,
+    read_vocabulary,
+)
 
 SPLITS = ("train", "held_out")
 
@@ -114,6 +119,26 @@ def test_the_manifest_counts_what_the_arrays_hold(prepared: Path, vocabulary: Vo
         assert store.dtype == np.dtype("uint16")
     vocab = (prepared / "data/vocab/vocab.txt").read_bytes()
     assert store.manifest["vocab_sha256"] == hashlib.sha256(vocab).hexdigest()
+
+
+def test_the_manifest_counts_the_bytes_and_words_of_a_split(prepared: Path, tmp_path: Path):
+    """As the text has them, without the blank lines between documents."""
+    documents = (prepared / "topics.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    manifest = read_manifest(prepared / "data/store")
+    for name, count in (
+        ("bytes", sum(len(document.encode()) for document in documents)),
+        ("words", manifest["sources"][0]["words"]),
+    ):
+        assert sum(manifest[split][name] for split in SPLITS) == count
+        share = manifest["held_out"][name] / count
+        assert share == pytest.approx(manifest["held_out"]["documents"] / len(documents), rel=0.5)
+    text = ["Ein Satz über Käse. " * 3, "漢字 and more.", "...", "\u2026", "漢字 and more."]
+    (tmp_path / "a.txt").write_text("\n\n".join(text), encoding="utf-8")
+    config = config_of([str(tmp_path / "a.txt")], tmp_path / "data", size=32)
+    config.corpus.held_out_fraction, config.corpus.weight = 0.0, 2.0
+    prepare(config, workers=1)
+    taken = sum(len(part.encode()) for part in text[:4])  # the last is a duplicate
+    assert read_manifest(tmp_path / "data/store")["train"]["bytes"] == 2 * taken
 
 
 def test_the_order_of_files_changes_the_order_of_documents_only(files, tmp_path):
