@@ -1,0 +1,118 @@
+"""Turn each line of a text into a vector by an exported model:
+
+python scripts/embed.py --model DIR --pool mean --out vectors.npy < FILE
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.system import progress_bar
+from data_pipeline.config import check
+
+BATCH = 64  # texts of about equal length in one pass
+
+
+def mean_of_tokens(layer: Tensor, mask: Tensor) -> Tensor:
+    """Average the states of the real tokens, [CLS] and [SEP] included: (B, S, D) -> (B, D)."""
+    weight = mask[..., None].to(layer.dtype)
+    return (layer * weight).sum(1) / weight.sum(1)
+
+
+def sum_of_four(out, mask: Tensor) -> Tensor:
+    return mean_of_tokens(torch.stack(out.hidden_states[-4:]).sum(0), mask)
+
+
+def all_of_four(out, mask: Tensor) -> Tensor:
+    return mean_of_tokens(torch.cat(out.hidden_states[-4:], -1), mask)
+
+
+# name -> (what transformers returns for a batch, attention mask (B, S)) -> vectors (B, N)
+POOLS: dict[str, Callable[..., Tensor]] = {
+    "cls": lambda out, mask: out.last_hidden_state[:, 0],
+    "pooler": lambda out, mask: out.pooler_output,
+    "mean": lambda out, mask: mean_of_tokens(out.last_hidden_state, mask),
+    "sum4": sum_of_four,
+    "concat4": all_of_four,
+}
+
+
+def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) -> np.ndarray:
+    """Compute the vector of each text, float32 (N, D), or (N, 4 D) for `concat4`.
+
+    center: subtract the mean vector of these texts.
+    Texts of more tokens than the model takes are cut, with a warning. Raises `UserError` without
+    transformers, and if the folder holds no model.
+    """
+    try:
+        from transformers import AutoModel, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError:
+        raise UserError(
+            "transformers is not installed; install it: pip install -e '.[hf]'"
+        ) from None
+    check((model_dir / "config.json").exists(), f"no exported model in {model_dir}")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModel.from_pretrained(model_dir, dtype=torch.float32).eval().to(device)
+    layers, longest = model.config.num_hidden_layers, model.config.max_position_embeddings
+    check(
+        layers >= 4 or not pool.endswith("4"),
+        f"the model has {layers} layers, and {pool} wants the last four; use --pool mean",
+    )
+    lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    if cut := sum(length > longest for length in lengths):
+        print(f"warning: {cut:,} texts cut to {longest:,} tokens", file=sys.stderr)
+    order, vectors = np.argsort(lengths, kind="stable"), None
+    with progress_bar("embedding", len(texts), "texts", delay=2) as bar, torch.no_grad():
+        for rows in np.split(order, range(BATCH, len(order), BATCH)):
+            batch = tokenizer(
+                [texts[i] for i in rows],
+                padding=True,
+                truncation=True,
+                max_length=longest,
+                return_tensors="pt",
+            ).to(device)
+            out = model(**batch, output_hidden_states=True)
+            found = POOLS[pool](out, batch["attention_mask"]).cpu().numpy()
+            if vectors is None:
+                vectors = np.empty((len(texts), found.shape[1]), np.float32)
+            vectors[rows] = found
+            bar.update(len(rows))
+    return vectors - vectors.mean(0) if center else vectors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("texts", nargs="?", type=Path, help="a text a line; default: stdin")
+    parser.add_argument("--model", type=Path, required=True, help="exported folder")
+    parser.add_argument("--pool", choices=POOLS, default="mean", help="default: mean")
+    parser.add_argument("--center", action="store_true", help="subtract the mean of all vectors")
+    parser.add_argument("--out", type=Path, required=True, help=".npy file, float32 (N, D)")
+    args = parser.parse_args()
+    name = args.texts or "stdin"
+    try:
+        data = args.texts.read_bytes() if args.texts else sys.stdin.buffer.read()
+        texts = data.decode("utf-8").removesuffix("\n").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"no file at {name}; give a file with a text a line") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 at byte {error.start:,}; convert it") from None
+    empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
+    check(not empty, f"line {empty[:1] and empty[0]} of {name} is empty; a line is a text")
+    vectors = embed(args.model, texts, args.pool, args.center)
+    with open(args.out, "wb") as file:  # np.save would append .npy to other names
+        np.save(file, vectors)
+    print(f"{args.out}: {len(vectors):,} vectors of {vectors.shape[1]:,} numbers")
+
+
+if __name__ == "__main__":
+    run_command(main)

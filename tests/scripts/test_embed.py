@@ -1,0 +1,114 @@
+"""Sentence vectors are what their names say, computed by hand from transformers' states."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT
+from safetensors.torch import load_file
+
+sys.path.append(str(ROOT / "scripts"))
+
+import embed  # noqa: E402
+
+from data_pipeline.common.errors import UserError  # noqa: E402
+
+TEXTS = ["A class.", "It returns the value of an attribute of the object.", "The end"] * 30
+
+
+def run(*arguments: object, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "scripts/embed.py", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def four_layers(prepared, tmp_path_factory):
+    """An export of a model of five layers."""
+    from helpers import train_here
+
+    run_dir = tmp_path_factory.mktemp("five")
+    size = ("model.num_hidden_layers=5", "model.hidden_size=16", "train.max_steps=2")
+    train_here(prepared, run_dir, *size, "train.warmup_steps=1", "model.initializer_range=0.3")
+    return run_dir / "export"
+
+
+def states_of(export, text: str) -> list[torch.Tensor]:
+    """The output of each layer for one text alone, (S, D), embeddings first."""
+    from transformers import BertModel, BertTokenizerFast
+
+    ids = BertTokenizerFast.from_pretrained(export)(text, return_tensors="pt")
+    with torch.no_grad():
+        out = BertModel.from_pretrained(export).eval()(**ids, output_hidden_states=True)
+    return [state[0] for state in out.hidden_states]
+
+
+def by_hand(export, text: str, pool: str) -> torch.Tensor:
+    states = states_of(export, text)
+    weights = load_file(export / "model.safetensors")
+    pooler = {name: weights[f"bert.pooler.dense.{name}"] for name in ("weight", "bias")}
+    return {
+        "cls": lambda: states[-1][0],
+        "pooler": lambda: torch.tanh(pooler["weight"] @ states[-1][0] + pooler["bias"]),
+        "mean": lambda: states[-1].mean(0),
+        "sum4": lambda: (states[-1] + states[-2] + states[-3] + states[-4]).mean(0),
+        "concat4": lambda: torch.cat([states[i].mean(0) for i in (-4, -3, -2, -1)]),
+    }[pool]()
+
+
+@pytest.mark.parametrize("pool", embed.POOLS)
+def test_each_vector_is_that_of_its_text_alone(four_layers, pool) -> None:
+    found = embed.embed(four_layers, TEXTS, pool)
+    assert found.dtype == np.float32 and len(found) == len(TEXTS) > embed.BATCH
+    for i, text in enumerate(TEXTS[:3]):
+        wanted = by_hand(four_layers, text, pool).numpy()
+        np.testing.assert_allclose(found[i::3], np.tile(wanted, (30, 1)), atol=1e-5)
+
+
+def test_centred_vectors_have_mean_0(four_layers) -> None:
+    plain = embed.embed(four_layers, TEXTS[:3], "mean")
+    centred = embed.embed(four_layers, TEXTS[:3], "mean", center=True)
+    assert np.abs(centred.mean(0)).max() < 1e-6 < np.abs(plain.mean(0)).max()
+    np.testing.assert_allclose(centred - centred[0], plain - plain[0], atol=1e-5)
+
+
+def test_the_command_reads_lines_and_writes_an_array(straight, tmp_path) -> None:
+    text = "\n".join(TEXTS[:3]) + "\n"
+    (tmp_path / "texts.txt").write_text(text)
+    options = ("--model", straight / "export", "--pool", "cls", "--out")
+    first = run(*options, tmp_path / "a.npy", input=text.encode())
+    second = run(tmp_path / "texts.txt", *options, tmp_path / "b")
+    assert first.returncode == second.returncode == 0, second.stderr
+    a, b = np.load(tmp_path / "a.npy"), np.load(tmp_path / "b")
+    assert np.array_equal(a, b) and a.shape == (3, 32) and a.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [(b"a\n\nb\n", b"line 2 of stdin is empty"), (b"caf\xe9", b"stdin is not UTF-8 at byte 3")],
+)
+def test_a_mistake_is_one_line(straight, tmp_path, data, said) -> None:
+    done = run("--model", straight / "export", "--out", tmp_path / "a.npy", input=data)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count(b"\n") == 1
+    assert not (tmp_path / "a.npy").exists()
+
+
+def test_what_a_model_cannot_give_is_refused(straight, tmp_path) -> None:
+    with pytest.raises(UserError, match="2 layers, and sum4 wants the last four"):
+        embed.embed(straight / "export", TEXTS[:3], "sum4")
+    with pytest.raises(UserError, match="no exported model in"):
+        embed.embed(tmp_path, TEXTS[:3], "mean")
+
+
+def test_a_text_that_is_too_long_is_cut_and_told(straight, capsys) -> None:
+    long = "value " * 600
+    found = embed.embed(straight / "export", [long, long[: 6 * 510]], "mean")
+    assert "warning: 1 texts cut to 512 tokens" in capsys.readouterr().err
+    assert np.array_equal(found[0], found[1])
