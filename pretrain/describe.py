@@ -129,7 +129,7 @@ def say_quality(metrics: dict[str, float]) -> str:
             f"{metrics['eval/mlm_accuracy']:.1%} of them right"
         )
     if "eval/mlm_bits_per_byte" in metrics:
-        phrases.append(f"that is {metrics['eval/mlm_bits_per_byte']:.3f} bits per byte of text")
+        phrases.append(f"its loss is {metrics['eval/mlm_bits_per_byte']:.3f} bits per byte of text")
     if "eval/nsp_accuracy" in metrics:
         phrases.append(
             f"{metrics['eval/nsp_accuracy']:.1%} of the pairs are told right, where always the "

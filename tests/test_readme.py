@@ -26,6 +26,7 @@ MADE = {  # files that preparation, a run or an export makes
     *("word_starts.npy", "run_edges.npy"),
     *("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png"),
     *("state.json", "bad_batch.json"),
+    *("probes.json", "results.json", "vectors.npy"),
     *("config.json", "tokenizer.json", "tokenizer_config.json", "export.json"),
 }
 
