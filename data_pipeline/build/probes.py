@@ -103,9 +103,15 @@ def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:
 
 
 def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
-    """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP]."""
+    """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP].
+
+    Raises `UserError` for a text without tokens, such as one of control characters.
+    """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+    found = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+    for ids, text in zip(found, texts, strict=True):
+        check(len(ids) > 2, f"{text!r} has no token in this vocabulary; remove it")
+    return found
 
 
 def write_probes(data_dir: Path, probes: ProbesConfig, pairs: list[MinimalPair]) -> None:

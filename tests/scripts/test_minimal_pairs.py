@@ -165,6 +165,11 @@ def test_what_is_not_there_is_named(tmp_path) -> None:
         load_export(tmp_path)
 
 
+def test_a_sentence_without_tokens_is_named(straight) -> None:
+    with pytest.raises(UserError, match="u200b' has no token"):
+        encode_texts(straight / "export", ["a", "\u200b"])
+
+
 def test_an_error_is_one_line(straight, tmp_path) -> None:
     (tmp_path / "a.tsv").write_text("good\t" + "word " * 600 + "\n")
     done = run("--model", straight / "export", "--data", tmp_path / "a.tsv")
