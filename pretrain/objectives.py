@@ -16,11 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.sampling.baselines import accuracy_by_lengths, unigram_entropy
+from data_pipeline.sampling.baselines import (
+    accuracy_by_lengths,
+    accuracy_by_shared_words,
+    unigram_entropy,
+)
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.loss import linear_cross_entropy, next_sentence_loss
 
+MOST_COMPARED = 200_000  # pairs whose words are compared
 ROW = 3  # sum of losses in nats, number of correct predictions, number of labels
 
 
@@ -74,12 +79,13 @@ class SentencePairs:
         return row(loss, right, self.count(batch))
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
-        """Compute the accuracies of one answer for all `pairs`, and of a guess by lengths, which is
-        fitted and judged on the pairs of an `epoch`."""
+        """Compute the accuracies of one answer for all `pairs`, and of guesses by lengths and by
+        shared words, which are fitted and judged on the pairs of an `epoch`."""
         is_one = float(pairs["label"].mean())
         return {
             "nsp_majority": max(is_one, 1 - is_one),
             "nsp_by_lengths": accuracy_by_lengths(store, epoch),
+            "nsp_by_shared_words": accuracy_by_shared_words(store, epoch[:MOST_COMPARED]),
         }
 
 

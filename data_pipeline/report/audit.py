@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from data_pipeline.common.streams import derive_stream, random_u64
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.baselines import accuracy, half_of, ranges
+from data_pipeline.sampling.baselines import accuracy, half_of, ranges, share_of_words
 from data_pipeline.sampling.batches import BatchSource, build_batch
 from data_pipeline.sampling.masking import LONGEST_SPAN
 from data_pipeline.sampling.pairs import PAIR
@@ -135,34 +134,13 @@ def audit_overlap(
 
     This is not a leak, since shared words are part of the meaning, but a baseline to beat.
     """
-    shared = np.empty(len(pairs))
-    for first in range(0, len(pairs), BLOCK):
-        part = pairs[first : first + BLOCK]
-        (a, of_a), (b, of_b) = (pair_words(store, part, name) for name in "ab")
-        found = np.isin(random_u64(a, of_a), random_u64(b, of_b))  # the same word in the same pair
-        words = np.bincount(of_a, minlength=len(part))
-        shared[first : first + BLOCK] = np.bincount(of_a, found, len(part)) / words
+    shared = share_of_words(store, pairs)
     label = pairs["label"].astype(bool)
     return {
         "shared_words": [float(shared[label == x].mean()) for x in (False, True)],
         "histograms": [histogram(shared[label == x], top=1) for x in (False, True)],
         **accuracy([shared], label, half_of(document_of(pairs["a_start"]))),
     }
-
-
-def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Hash the words of segment `name` (a or b) of each pair.
-
-    Returns uint64 (words,), the hashes, and int64 (words,), the index of each word's pair.
-    """
-    starts, ends = pairs[f"{name}_start"], pairs[f"{name}_end"]
-    places = ranges(starts, ends)
-    tokens, begins = store.take(places), store.starts_word(places)
-    begins[(np.cumsum(ends - starts) - (ends - starts))[ends > starts]] = True
-    word = np.flatnonzero(begins)
-    place = np.arange(len(tokens)) - word[np.cumsum(begins) - 1]
-    words = np.add.reduceat(random_u64(random_u64(derive_stream(1), place), tokens), word)
-    return words, np.repeat(np.arange(len(pairs)), ends - starts)[word]
 
 
 def audit_coverage(pairs: np.ndarray, sentence_offsets: np.ndarray) -> dict:

@@ -6,7 +6,10 @@ chance: a sampler whose labels show in them would teach the model nothing else.
 
 import numpy as np
 
+from data_pipeline.common.streams import derive_stream, random_u64
 from data_pipeline.sampling.token_store import TokenStore
+
+BLOCK = 4096  # pairs to process at once
 
 
 def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -49,14 +52,49 @@ def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> 
     }
 
 
-def unigram_entropy(counts: np.ndarray) -> float:
-    """Compute the loss (nats) of a model that knows token frequencies and uses no context."""
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
+def share_of_words(store: TokenStore, pairs: np.ndarray) -> np.ndarray:
+    """Compute the share of A's words that B has too, float64 (n,)."""
+    shared = np.empty(len(pairs))
+    for first in range(0, len(pairs), BLOCK):
+        part = pairs[first : first + BLOCK]
+        (a, of_a), (b, of_b) = (pair_words(store, part, name) for name in "ab")
+        found = np.isin(random_u64(a, of_a), random_u64(b, of_b))  # the same word in the same pair
+        words = np.bincount(of_a, minlength=len(part))
+        shared[first : first + BLOCK] = np.bincount(of_a, found, len(part)) / words
+    return shared
+
+
+def pair_words(store: TokenStore, pairs: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Hash the words of segment `name` (a or b) of each pair.
+
+    Returns uint64 (words,), the hashes, and int64 (words,), the index of each word's pair.
+    """
+    starts, ends = pairs[f"{name}_start"], pairs[f"{name}_end"]
+    places = ranges(starts, ends)
+    tokens, begins = store.take(places), store.starts_word(places)
+    begins[(np.cumsum(ends - starts) - (ends - starts))[ends > starts]] = True
+    word = np.flatnonzero(begins)
+    place = np.arange(len(tokens)) - word[np.cumsum(begins) - 1]
+    words = np.add.reduceat(random_u64(random_u64(derive_stream(1), place), tokens), word)
+    return words, np.repeat(np.arange(len(pairs)), ends - starts)[word]
 
 
 def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
-    """Compute the NSP accuracy that the lengths of A and B alone allow.
+    """Compute the NSP accuracy that the lengths of A and B alone allow."""
+    lengths = [pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]]
+    return accuracy_by(lengths, store, pairs)
+
+
+def accuracy_by_shared_words(store: TokenStore, pairs: np.ndarray) -> float:
+    """Compute the NSP accuracy that the share of A's words in B alone allows.
+
+    Unlike the lengths it may tell something: it is what a model that understands has to beat.
+    """
+    return accuracy_by([share_of_words(store, pairs)], store, pairs)
+
+
+def accuracy_by(features: list[np.ndarray], store: TokenStore, pairs: np.ndarray) -> float:
+    """Compute the NSP accuracy that some numbers for each pair allow.
 
     Fits the best guess on the pairs of one half of the documents, measures it on the other half,
     and averages over both directions.
@@ -64,7 +102,12 @@ def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
     starts = store.sentence_offsets[store.document_offsets]
     half = half_of(np.searchsorted(starts, pairs["a_start"], side="right"))
     label = pairs["label"].astype(bool)
-    lengths = [pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]]
     if half.all():  # one pair
         return 0.5
-    return float(np.mean([accuracy(lengths, label, fit)["accuracy"] for fit in (half, ~half)]))
+    return float(np.mean([accuracy(features, label, fit)["accuracy"] for fit in (half, ~half)]))
+
+
+def unigram_entropy(counts: np.ndarray) -> float:
+    """Compute the loss (nats) of a model that knows token frequencies and uses no context."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())

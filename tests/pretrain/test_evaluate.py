@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.baselines import accuracy_by_lengths
+from data_pipeline.sampling.baselines import accuracy_by_lengths, accuracy_by_shared_words
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, read_manifest
 from pretrain import loss
@@ -166,7 +166,10 @@ def test_baselines_say_what_no_model_is_needed_for(prepared: Path, store: TokenS
     tokens = TokenStore.open(prepared / "data/store", "held_out", store.vocabulary)
     counts = np.bincount(tokens.take(np.arange(len(tokens))))
     assert held_out.baselines["eval/unigram_accuracy"] == counts.max() / len(tokens)
-    assert "eval/nsp_by_lengths" not in build_held_out(prepared, store, objective="none").baselines
+    without_pairs = build_held_out(prepared, store, objective="none").baselines
+    for name in ("majority", "by_lengths", "by_shared_words"):
+        assert f"eval/nsp_{name}" in held_out.baselines
+        assert f"eval/nsp_{name}" not in without_pairs
 
 
 def test_lengths_that_tell_the_label_are_found_and_ours_tell_nothing(store: TokenStore) -> None:
@@ -175,3 +178,12 @@ def test_lengths_that_tell_the_label_are_found_and_ours_tell_nothing(store: Toke
     lengths = 1 + np.arange(len(pairs)) % 20 + 20 * (pairs["label"] == 0)
     pairs["b_end"] = pairs["b_start"] + lengths
     assert accuracy_by_lengths(store, pairs) > 0.95
+
+
+def test_shared_words_tell_a_copy_from_a_stranger(store: TokenStore) -> None:
+    pairs = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).pairs(0).copy()
+    assert 0.5 < accuracy_by_shared_words(store, pairs) < 0.9
+    for name in ("start", "end"):
+        same = pairs["label"] == 0
+        pairs[f"b_{name}"][same] = pairs[f"a_{name}"][same]
+    assert accuracy_by_shared_words(store, pairs) > 0.95
