@@ -151,7 +151,7 @@ def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str,
     rows = {
         run_dir / "export": "the model, for transformers: from_pretrained of this folder",
         run_dir / "metrics.jsonl": "the record: losses, accuracies and speed by step",
-        run_dir / "curves.png": "its curves",
+        run_dir / "report.html": "the page of the run: where it stands, and its curves",
         run_dir
         / "checkpoints": f"{len(checkpoints)} to go on from, the last {checkpoints[-1].name}",
     }

@@ -47,7 +47,7 @@ from pretrain.optim import build_optimizers
 from pretrain.probes import Probes
 from pretrain.sharding import wrap_model
 
-RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png", "checkpoints")
+RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "checkpoints")
 RUN_FILES += ("export", "vocab")
 
 

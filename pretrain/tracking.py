@@ -1,4 +1,4 @@
-"""Record the metrics of a run in `metrics.jsonl`, report them to wandb, and draw curves."""
+"""Record the metrics of a run in `metrics.jsonl`, and report them to wandb."""
 
 import json
 import secrets
@@ -71,37 +71,3 @@ def read_metrics(path: Path) -> list[dict]:
             except ValueError:
                 break
     return lines
-
-
-def draw_curves(run_dir: Path) -> Path | None:
-    """Draw losses, accuracies and baselines to `curves.png`; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    figure, (loss, accuracy) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for axes, name, style, label in (
-        (loss, "train/mlm_loss", "C0-", "MLM, training"),
-        (loss, "eval/mlm_loss", "C1o-", "MLM, held out"),
-        (loss, "eval/unigram_entropy", "k--", "unigram entropy, held out"),
-        (accuracy, "eval/mlm_accuracy", "C1o-", "MLM, held out"),
-        (accuracy, "train/nsp_accuracy", "C2-", "NSP, training"),
-        (accuracy, "eval/nsp_accuracy", "C3o-", "NSP, held out"),
-        (accuracy, "eval/nsp_majority", "k--", "NSP majority, held out"),
-    ):
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
-    loss.set(xlabel="step", ylabel="loss, nats")
-    accuracy.set(xlabel="step", ylabel="accuracy", ylim=(0, 1))
-    for axes in (loss, accuracy):
-        if axes.has_data():
-            axes.legend()
-    path = run_dir / "curves.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path

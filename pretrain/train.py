@@ -38,9 +38,10 @@ from pretrain.models.bert import count_flops
 from pretrain.monitor import Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
+from pretrain.report import refresh_report
 from pretrain.run_setup import Run, set_up, stop_all
 from pretrain.sharding import clip_gradients, no_sync
-from pretrain.tracking import Tracker, draw_curves
+from pretrain.tracking import Tracker
 
 
 def train(config: Config) -> None:
@@ -153,10 +154,11 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
         if run.probes:
             found |= run.probes.measure(run.bare, run.accelerator)
             others = run.probes.fill(run.bare, run.accelerator)
-    run.state["evaluation"] = found
-    if run.main:
-        record.tracker.log(done, found, **others)
-        record.log_line(f"step {done:,}: {say_evaluation(run.state['evaluation'])}")
+        run.state["evaluation"] = found
+        if run.main:
+            record.tracker.log(done, found, **others)
+            record.log_line(f"step {done:,}: {say_evaluation(found)}")
+            refresh_report(run.run_dir, record.log_line)
 
 
 def save_run(run: Run, record: Record, done: int) -> None:
@@ -171,14 +173,15 @@ def save_run(run: Run, record: Record, done: int) -> None:
 
 
 def finish(run: Run, record: Record) -> None:
-    """Draw the curves, export the last checkpoint, print a summary and leave the process group."""
+    """Export the last checkpoint, write the page of the run, print a summary and leave the process
+    group."""
     record.bar.close()
     state, run_dir = run.state, run.run_dir
     if run.main:
         record.tracker.close()
-        draw_curves(run_dir)
         checkpoint = newest_checkpoint(run_dir / "checkpoints")
         export_checkpoint(checkpoint, run.config, run_dir / "export")
+        refresh_report(run_dir, print)
         seconds = time.perf_counter() - record.left.began
         describe_end(run_dir, state["step"], seconds, state["evaluation"])
     run.accelerator.wait_for_everyone()

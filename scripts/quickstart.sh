@@ -5,7 +5,7 @@
 set -euo pipefail
 files=()
 for file in "$@"; do files+=("$(realpath -- "$file")"); done
-EXTRAS=hf,report
+EXTRAS=hf
 source "$(dirname "$0")/setup.sh"
 
 read -ra overrides <<<"${OVERRIDES-}"

@@ -24,7 +24,7 @@ MADE = {  # files that preparation, a run or an export makes
     *("manifest.json", "report.html", "report.json"),
     *("tokens.npy", "sentence_offsets.npy", "document_offsets.npy"),
     *("word_starts.npy", "run_edges.npy"),
-    *("config.yaml", "fingerprint.json", "metrics.jsonl", "curves.png"),
+    *("config.yaml", "fingerprint.json", "metrics.jsonl"),
     *("state.json", "bad_batch.json"),
     *("probes.json", "results.json", "vectors.npy"),
     *("config.json", "tokenizer.json", "tokenizer_config.json", "export.json"),

@@ -45,7 +45,7 @@ def test_a_run_says_what_it_does_and_where_everything_is(
     assert re.search(r"loss: MLM \d\.\d+, NSP \d\.\d+; [\d,]+ tokens/s; \d+ s left", bar)
     end = said[said.index("done: 12 steps") :]
     assert re.search(r"predicts masked tokens \d\.\d\d nats (better|worse) than their freq", end)
-    for name in ("export", "metrics.jsonl", "curves.png", "checkpoints"):
+    for name in ("export", "metrics.jsonl", "report.html", "checkpoints"):
         assert f"{run_dir / name} " in end
     assert "2 to go on from, the last step-00000012" in end
 

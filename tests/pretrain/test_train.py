@@ -332,9 +332,9 @@ def test_a_disk_that_is_too_full_is_noticed_before_writing(tmp_path: Path, monke
 # ------------------------------------------------------------------------------ the record
 
 
-def test_a_run_leaves_its_config_metrics_curves_and_export(straight: Path) -> None:
+def test_a_run_leaves_its_config_metrics_page_and_export(straight: Path) -> None:
     names = {path.name for path in straight.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "curves.png", "checkpoints", "export"} <= names
+    assert {"config.yaml", "metrics.jsonl", "report.html", "checkpoints", "export"} <= names
     record = metrics(straight)
     assert [line["step"] for line in record if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
     assert [line["step"] for line in record if "eval/mlm_loss" in line] == [6, 12]

@@ -1,0 +1,452 @@
+"""Write the page of a run, or of several runs laid over each other: where they stand, their curves,
+and what the newest checkpoint knows of words.
+
+`python -m pretrain.report RUN_DIR [RUN_DIR ...] [--out FILE]` writes `report.html` to the first run
+folder. Training does so at each evaluation. The page is drawn from the run folder alone.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from data_pipeline.common.errors import run_command
+from data_pipeline.common.folders import write_file
+from data_pipeline.common.pages import (
+    Line,
+    draw_chart,
+    format_short,
+    render_template,
+)
+from data_pipeline.config import check
+from data_pipeline.sampling.token_store import read_vocabulary
+from pretrain.checkpoint import list_checkpoints
+from pretrain.config import Config, Phase, phase_at, phases_of
+from pretrain.describe import TimeLeft, say_duration
+from pretrain.export import read_run_config
+from pretrain.monitor import PLATEAU
+from pretrain.tracking import read_metrics
+
+OVERFIT = 0.05  # nats above the best held-out loss, while the training loss falls
+RECENT = 20  # log lines that the present speed and loss are taken from
+FUNCTION_WORDS, WORDS, NEIGHBOURS = 100, 9, 6  # words to pass over, to show, and neighbours of each
+LEAST_LETTERS = 4  # of a word to show
+NEAR = 3000  # most frequent words to look for neighbours in; rare ones have hardly been trained
+EXPLODED = 4  # times the median gradient norm, above which a chart is cut off
+WARNINGS = {  # metric of the monitor -> what it says
+    "monitor/skipped": "the gradient of a step was not finite; the step was skipped",
+    "monitor/exploding": "a gradient norm was far above the usual one",
+    "monitor/plateau": "no context was used yet",
+    "monitor/nsp": "the accuracy on pairs was that of guessing",
+    "monitor/unknown": "more than 5 % of the training tokens are [UNK]",
+}
+PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
+
+
+@dataclass
+class RunRecord:
+    """A run as its folder tells it. Raises `UserError` if the folder is not that of a run."""
+
+    run_dir: Path
+    name: str = field(init=False)
+    config: Config = field(init=False)
+    lines: list[dict] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("metrics.jsonl", "config.yaml"):
+            check(
+                (self.run_dir / name).exists(),
+                f"{self.run_dir} holds no {name}; give the run_dir of a run that has begun",
+            )
+        self.name = self.run_dir.resolve().name
+        self.config = read_run_config(self.run_dir)
+        self.lines = read_metrics(self.run_dir / "metrics.jsonl")
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        return phases_of(self.config)
+
+    @property
+    def step(self) -> int:
+        """Return the number of finished steps."""
+        return self.lines[-1]["step"] if self.lines else 0
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        """List (step, value) of a metric, without the values that were not finite."""
+        return [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """List (tokens seen, value) of a metric."""
+        steps, tokens = self.token_counts
+        points = self.series(name)
+        seen = np.interp([step for step, _ in points], steps, tokens)
+        return [(float(x), value) for x, (_, value) in zip(seen, points, strict=True)]
+
+    @cached_property
+    def token_counts(self) -> tuple[list[int], list[float]]:
+        """Count the tokens seen: (steps, tokens seen after each).
+
+        Each log line gives the mean tokens of a sequence, and the phases the sequences of a step.
+        """
+        rates = zip(
+            self.series("perf/tokens_per_second"),
+            self.series("perf/sequences_per_second"),
+            strict=True,
+        )
+        steps, tokens = [0], [0.0]
+        for (step, of_tokens), (_, of_sequences) in rates:
+            sequences = sum(
+                max(0, min(step, phase.end) - max(steps[-1], phase.start))
+                * phase.train.global_batch_size
+                for phase in self.phases
+            )
+            steps.append(step)
+            tokens.append(tokens[-1] + sequences * of_tokens / max(of_sequences, 1e-9))
+        return steps, tokens
+
+    @property
+    def tokens(self) -> float:
+        """Return the number of tokens seen."""
+        return float(np.interp(self.step, *self.token_counts))
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time to the end from the present speed; None if it is not known."""
+        rates = [rate for _, rate in self.series("perf/sequences_per_second")[-RECENT:] if rate]
+        if not rates:
+            return None
+        phase = phase_at(self.phases, self.step - 1)
+        longest = phase.data.max_seq_length  # sequences of a later phase take longer
+        work = TimeLeft(self.phases, 0).work(self.step, self.config.train.max_steps) / longest
+        return work / statistics.median(rates)
+
+
+# ----------------------------------------------------------------------------------- in words
+
+
+def judge_run(run: RunRecord) -> tuple[str, str]:
+    """Judge where a run stands; returns the verdict and the reason for it."""
+    losses = run.series("eval/mlm_loss")
+    if run.lines and "eval/mlm_loss" in run.lines[-1] and run.lines[-1]["eval/mlm_loss"] is None:
+        return "Broken", "the newest held-out loss is not a finite number"
+    if not losses:
+        return "Not evaluated yet", "there is no held-out loss to judge the run by"
+    (_, entropy), (_, last) = run.series("eval/unigram_entropy")[-1], losses[-1]
+    best_step, best = min(losses, key=lambda point: point[1])
+    below = f"{abs(entropy - last):.2f} nats {'below' if last < entropy else 'above'} the unigram "
+    below += f"entropy of {entropy:.2f}, the loss of a model that ignores the context"
+    if last > entropy - PLATEAU:
+        return "Has not left the plateau", f"the held-out loss of {last:.3f} is {below}"
+    if last > best + OVERFIT:
+        told = f"the held-out loss is {last:.3f}, {last - best:.2f} nats above its best at step "
+        told += f"{best_step:,}"
+        trained = run.series("train/mlm_loss")
+        then = [loss for step, loss in trained if step <= best_step][-RECENT:]
+        now = [loss for _, loss in trained[-RECENT:]]
+        if then and statistics.mean(now) < statistics.mean(then):
+            return "Overfits", f"{told}, while the training loss has fallen"
+        return "Gets worse", f"{told}, and the training loss has not fallen since"
+    return "Learns", f"the held-out loss of {last:.3f} is {below}"
+
+
+def say_progress(run: RunRecord) -> str:
+    """Say how far a run is, and how long the rest will take."""
+    steps = run.config.train.max_steps
+    said = f"Step {run.step:,} of {steps:,}, {format_short(float(f'{run.tokens:.3g}'))} tokens"
+    if run.step >= steps:
+        return f"{said}: finished."
+    seconds = run.seconds_left()
+    return said + (f"; about {say_duration(seconds)} of training left." if seconds else ".")
+
+
+def say_best(run: RunRecord) -> str:
+    """Name the best held-out loss so far; "" if there is none."""
+    losses = run.series("eval/mlm_loss")
+    if not losses:
+        return ""
+    step, best = min(losses, key=lambda point: point[1])
+    return f"Best held-out loss so far: {best:.3f} at step {step:,}."
+
+
+def list_warnings(run: RunRecord) -> list[str]:
+    """List the warnings of the monitor, with the step from which each holds."""
+    said = []
+    for name, text in WARNINGS.items():
+        if points := run.series(name):
+            said.append(f"Step {points[0][0]:,}: {text}.")
+    return said
+
+
+def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
+    """List (what, value, what to compare it with) of the newest evaluation and log line."""
+    newest = {name: value for line in run.lines for name, value in line.items()}
+    figures = []
+
+    def add(what: str, name: str, form: str, beside: str = "", remark: str = "{}") -> None:
+        value, other = newest.get(name), newest.get(beside)
+        if value is not None:
+            told = remark.format(form.format(other)) if other is not None else ""
+            figures.append((what, form.format(value), told))
+
+    nats, share = "{:.3f}", "{:.1%}"
+    add("held-out loss, nats", "eval/mlm_loss", nats, "eval/unigram_entropy", "without context {}")
+    add(
+        "masked tokens right",
+        "eval/mlm_accuracy",
+        share,
+        "eval/unigram_accuracy",
+        "always the same token {}",
+    )
+    add(
+        "pairs right",
+        "eval/nsp_accuracy",
+        share,
+        "eval/nsp_by_shared_words",
+        "by shared words alone {}",
+    )
+    add("tokens a second", "perf/tokens_per_second", "{:,.0f}")
+    add("model FLOP utilization", "perf/mfu", share)
+    return figures
+
+
+def list_differences(runs: list[RunRecord]) -> list[str]:
+    """Describe, for each run, the settings in which the runs differ."""
+    flat = [flatten(asdict(run.config)) for run in runs]
+    names = [name for name in flat[0] if name != "run_dir"]
+    names = [name for name in names if any(other.get(name) != flat[0][name] for other in flat)]
+    return [", ".join(f"{name} {one.get(name)}" for name in names) for one in flat]
+
+
+def flatten(section: dict, prefix: str = "") -> dict:
+    """Flatten nested sections to {"train.learning_rate": ...}."""
+    flat = {}
+    for name, value in section.items():
+        inner = flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {}
+        flat |= inner or {f"{prefix}{name}": value}
+    return flat
+
+
+def describe_model(config: Config) -> str:
+    """Describe model and optimization in one line."""
+    model, train, data = config.model, config.train, config.data
+    return (
+        f"{model.num_hidden_layers} layers of width {model.hidden_size}; {train.optimizer} at "
+        f"{train.learning_rate:g}; {train.global_batch_size:,} sequences of at most "
+        f"{data.max_seq_length} tokens a step; seed {config.seed}"
+    )
+
+
+# ----------------------------------------------------------------------------------- in charts
+
+
+def draw_curves(runs: list[RunRecord]) -> list[dict]:
+    """Draw a chart for each question that the runs have data for."""
+    pairs = PAIR_TITLES[runs[0].config.data.objective] or "Pairs"
+    norms = [value for run in runs for _, value in run.series("train/grad_norm")]
+    probes = {
+        name: name.removeprefix("eval/").replace("_", " ").replace("/", ", ")
+        for run in runs
+        for line in run.lines
+        for name in line
+        if name.startswith("eval/minimal_pairs")
+    }
+    frequencies = {f"eval/mlm_loss_{name}": name for name in ("frequent", "medium", "rare")}
+    charts = [
+        draw_both_splits(
+            runs,
+            "mlm_loss",
+            "Loss on masked tokens",
+            "nats",
+            {"unigram_entropy": "without context"},
+        ),
+        draw_both_splits(
+            runs,
+            "nsp_accuracy",
+            pairs,
+            "share of pairs told right",
+            {"nsp_by_shared_words": "by shared words alone", "nsp_majority": "always the same"},
+            percent=True,
+        ),
+        *draw_metrics(runs, "Loss by frequency of the token", "held out, nats", frequencies),
+        *draw_metrics(runs, "Minimal pairs", "held by the better one", probes, percent=True),
+        *draw_metrics(runs, "Learning rate", "", {"train/learning_rate": ""}, from_zero=True),
+        *draw_metrics(
+            runs,
+            "Gradient norm",
+            "before clipping",
+            {"train/grad_norm": ""},
+            from_zero=True,
+            top=EXPLODED * statistics.median(norms or [1]),
+        ),
+        *draw_metrics(
+            runs, "Speed", "tokens a second", {"perf/tokens_per_second": ""}, from_zero=True
+        ),
+        *draw_metrics(
+            runs,
+            "Waiting for data",
+            "share of the time",
+            {"perf/data_wait": ""},
+            from_zero=True,
+            percent=True,
+        ),
+    ]
+    return [chart for chart in charts if chart]
+
+
+def draw_both_splits(
+    runs: list[RunRecord],
+    metric: str,
+    title: str,
+    unit: str,
+    baselines: dict[str, str],
+    percent: bool = False,
+) -> dict | None:
+    """Draw a metric in training and held out, with baselines; None if no run has it.
+
+    baselines: metric of the evaluation -> its name in the legend.
+    """
+    is_one, lines = len(runs) == 1, []
+    for i, run in enumerate(runs):
+        trained, held_out = (run.curve(f"{split}/{metric}") for split in ("train", "eval"))
+        name = "training" if is_one else "" if held_out else run.name
+        lines.append(Line(name, trained, i, "faint"))
+        lines.append(Line("held out" if is_one else run.name, held_out, i, "dots"))
+    if not any(line.points for line in lines):
+        return None
+    unit += "" if is_one else "; thin lines: training"
+    lines += draw_baselines(runs, baselines)
+    return draw_chart(title, unit, lines, x_unit="tokens", percent=percent)
+
+
+def draw_baselines(runs: list[RunRecord], baselines: dict[str, str]) -> list[Line]:
+    """Draw dashed lines across the chart; one for all runs if they agree."""
+    longest, lines = max(run.tokens for run in runs), []
+    for metric, name in baselines.items():
+        found = [(i, run.series(f"eval/{metric}")) for i, run in enumerate(runs)]
+        levels = [(i, points[-1][1]) for i, points in found if points]
+        if len({level for _, level in levels}) == 1:
+            levels = [(None, levels[0][1])]
+        for i, level in levels:
+            label = name if i is None else f"{name}, {runs[i].name}"
+            lines.append(Line(label, [(0, level), (longest, level)], i, "dashed"))
+    return lines
+
+
+def draw_metrics(
+    runs: list[RunRecord], title: str, unit: str, metrics: dict[str, str], **options
+) -> list[dict]:
+    """Draw the metrics of one run in one chart, or those of several runs in a chart each.
+
+    metrics: metric -> its name. options: of `draw_chart`.
+    """
+    if len(runs) == 1:
+        groups = [(title, [(name or "now", runs[0], metric) for metric, name in metrics.items()])]
+    else:
+        groups = [
+            (f"{title}: {name}" if name else title, [(run.name, run, metric) for run in runs])
+            for metric, name in metrics.items()
+        ]
+    charts = []
+    for heading, members in groups:
+        lines = [Line(name, run.curve(m), i) for i, (name, run, m) in enumerate(members)]
+        if any(line.points for line in lines):
+            charts.append(draw_chart(heading, unit, lines, x_unit="tokens", **options))
+    return charts
+
+
+# ----------------------------------------------------------------------------- what it has learned
+
+
+def find_neighbours(run: RunRecord) -> dict | None:
+    """Find the nearest words of some frequent ones by the newest checkpoint's word embeddings.
+
+    The MLM bias tells how frequent a token is. The most frequent words are passed over, since they
+    are function words.
+    Returns {step, words: [(word, its neighbours)]}; None without a checkpoint or vocabulary.
+    """
+    checkpoints = list_checkpoints(run.run_dir / "checkpoints")
+    if not checkpoints or not (run.run_dir / "vocab/vocab.txt").exists():
+        return None
+    vocabulary = read_vocabulary(run.run_dir / "vocab")
+    with safe_open(checkpoints[-1] / "model.safetensors", "np") as tensors:
+        vectors = tensors.get_tensor("embeddings.word.weight")
+        bias = tensors.get_tensor("mlm.bias")
+    pieces = vocabulary.pieces
+    words = [i for i in vocabulary.ordinary.tolist() if pieces[i].isalpha()]
+    words = sorted(words, key=lambda i: -bias[i])[:NEAR]  # a piece with ## is not alphabetic
+    near = vectors[words] - vectors[words].mean(0)
+    near /= np.linalg.norm(near, axis=1, keepdims=True) + 1e-12
+    later = range(min(FUNCTION_WORDS, len(words) // 4), len(words))
+    shown = [k for k in later if is_long(pieces[words[k]])][:WORDS]
+    found = []
+    for k in shown:
+        likeness = near @ near[k]
+        likeness[k] = -np.inf
+        best = np.argsort(-likeness)[:NEIGHBOURS]
+        found.append((pieces[words[k]], [pieces[words[i]] for i in best]))
+    return {"step": int(checkpoints[-1].name.removeprefix("step-")), "words": found}
+
+
+def is_long(word: str) -> bool:
+    """Tell whether a word is long enough to have a meaning of its own; Chinese ones always are."""
+    return len(word) >= LEAST_LETTERS or word.upper() == word.lower()
+
+
+# ----------------------------------------------------------------------------------- the page
+
+
+def render_runs(runs: list[RunRecord]) -> str:
+    """Render the page of one run, or of several laid over each other."""
+    is_one = len(runs) == 1
+    differences = [""] if is_one else list_differences(runs)
+    standings = [
+        {
+            "name": run.name,
+            "verdict": judge_run(run),
+            "progress": say_progress(run),
+            "best": say_best(run),
+            "warnings": list_warnings(run),
+            "settings": describe_model(run.config) if is_one else difference,
+            "neighbours": find_neighbours(run),
+        }
+        for run, difference in zip(runs, differences, strict=True)
+    ]
+    return render_template(
+        Path(__file__).with_name("report.html"),
+        runs=standings,
+        figures=list_figures(runs[0]) if is_one else [],
+        charts=draw_curves(runs),
+    )
+
+
+def write_report(run_dirs: list[Path], out: Path) -> None:
+    """Write the page of some runs; raises `UserError` if a folder is not that of a run."""
+    page = render_runs([RunRecord(run_dir) for run_dir in run_dirs])
+    write_file(out, page.encode("utf-8"))
+
+
+def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> None:
+    """Write `report.html` of a run at work; a failure is one warning, since it must stop no run."""
+    try:
+        write_report([run_dir], run_dir / "report.html")
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        log_line(f"warning: report.html is not written, the run goes on: {reason}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pretrain.report", description=__doc__)
+    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the page; default: report.html")
+    args = parser.parse_args()
+    out = args.out or args.run_dirs[0] / "report.html"
+    write_report(args.run_dirs, out)
+    print(f"report: {out}")
+
+
+if __name__ == "__main__":
+    run_command(main)
