@@ -36,6 +36,7 @@ OVERFIT = 0.05  # nats above the best held-out loss, while the training loss fal
 RECENT = 20  # log lines that the present speed and loss are taken from
 FUNCTION_WORDS, WORDS, NEIGHBOURS = 100, 9, 6  # words to pass over, to show, and neighbours of each
 LEAST_LETTERS = 4  # of a word to show
+MOMENTS = 5  # evaluations to show the fillings of
 NEAR = 3000  # most frequent words to look for neighbours in; rare ones have hardly been trained
 EXPLODED = 4  # times the median gradient norm, above which a chart is cut off
 WARNINGS = {  # metric of the monitor -> what it says
@@ -45,6 +46,7 @@ WARNINGS = {  # metric of the monitor -> what it says
     "monitor/nsp": "the accuracy on pairs was that of guessing",
     "monitor/unknown": "more than 5 % of the training tokens are [UNK]",
 }
+UNIGRAM_PAIRS = "eval/minimal_pairs_unigram"
 PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 
 
@@ -248,11 +250,11 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
     pairs = PAIR_TITLES[runs[0].config.data.objective] or "Pairs"
     norms = [value for run in runs for _, value in run.series("train/grad_norm")]
     probes = {
-        name: name.removeprefix("eval/").replace("_", " ").replace("/", ", ")
+        name: name.removeprefix("eval/minimal_pairs").lstrip("/_").replace("_", " ") or "all"
         for run in runs
         for line in run.lines
         for name in line
-        if name.startswith("eval/minimal_pairs")
+        if name.startswith("eval/minimal_pairs") and name != UNIGRAM_PAIRS
     }
     frequencies = {f"eval/mlm_loss_{name}": name for name in ("frequent", "medium", "rare")}
     charts = [
@@ -261,18 +263,28 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
             "mlm_loss",
             "Loss on masked tokens",
             "nats",
-            {"unigram_entropy": "without context"},
+            {"eval/unigram_entropy": "without context"},
         ),
         draw_both_splits(
             runs,
             "nsp_accuracy",
             pairs,
             "share of pairs told right",
-            {"nsp_by_shared_words": "by shared words alone", "nsp_majority": "always the same"},
+            {
+                "eval/nsp_by_shared_words": "by shared words alone",
+                "eval/nsp_majority": "always the same",
+            },
             percent=True,
         ),
         *draw_metrics(runs, "Loss by frequency of the token", "held out, nats", frequencies),
-        *draw_metrics(runs, "Minimal pairs", "held by the better one", probes, percent=True),
+        *draw_metrics(
+            runs,
+            "Minimal pairs",
+            "share whose good sentence is the likelier",
+            probes,
+            {UNIGRAM_PAIRS: "without context"},
+            percent=True,
+        ),
         *draw_metrics(runs, "Learning rate", "", {"train/learning_rate": ""}, from_zero=True),
         *draw_metrics(
             runs,
@@ -307,7 +319,7 @@ def draw_both_splits(
 ) -> dict | None:
     """Draw a metric in training and held out, with baselines; None if no run has it.
 
-    baselines: metric of the evaluation -> its name in the legend.
+    baselines: metric -> its name in the legend.
     """
     is_one, lines = len(runs) == 1, []
     for i, run in enumerate(runs):
@@ -326,7 +338,7 @@ def draw_baselines(runs: list[RunRecord], baselines: dict[str, str]) -> list[Lin
     """Draw dashed lines across the chart; one for all runs if they agree."""
     longest, lines = max(run.tokens for run in runs), []
     for metric, name in baselines.items():
-        found = [(i, run.series(f"eval/{metric}")) for i, run in enumerate(runs)]
+        found = [(i, run.series(metric)) for i, run in enumerate(runs)]
         levels = [(i, points[-1][1]) for i, points in found if points]
         if len({level for _, level in levels}) == 1:
             levels = [(None, levels[0][1])]
@@ -337,11 +349,16 @@ def draw_baselines(runs: list[RunRecord], baselines: dict[str, str]) -> list[Lin
 
 
 def draw_metrics(
-    runs: list[RunRecord], title: str, unit: str, metrics: dict[str, str], **options
+    runs: list[RunRecord],
+    title: str,
+    unit: str,
+    metrics: dict[str, str],
+    baselines: dict[str, str] | None = None,
+    **options,
 ) -> list[dict]:
     """Draw the metrics of one run in one chart, or those of several runs in a chart each.
 
-    metrics: metric -> its name. options: of `draw_chart`.
+    metrics, baselines: metric -> its name in the legend. options: of `draw_chart`.
     """
     if len(runs) == 1:
         groups = [(title, [(name or "now", runs[0], metric) for metric, name in metrics.items()])]
@@ -354,11 +371,24 @@ def draw_metrics(
     for heading, members in groups:
         lines = [Line(name, run.curve(m), i) for i, (name, run, m) in enumerate(members)]
         if any(line.points for line in lines):
+            lines += draw_baselines(runs, baselines or {})
             charts.append(draw_chart(heading, unit, lines, x_unit="tokens", **options))
     return charts
 
 
 # ----------------------------------------------------------------------------- what it has learned
+
+
+def list_fillings(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
+    """List the probe sentences, each with (step, likeliest fillings) at some evaluations."""
+    lines = [line for line in run.lines if line.get("fillings")]
+    places = np.linspace(0, len(lines) - 1, min(len(lines), MOMENTS)).round().astype(int)
+    found: dict[str, list[tuple[int, str]]] = {}
+    for line in (lines[i] for i in places):
+        for filling in line["fillings"]:
+            masks = (", ".join(f"{word} {p:.0%}" for word, p in mask) for mask in filling["masks"])
+            found.setdefault(filling["sentence"], []).append((line["step"], "; ".join(masks)))
+    return list(found.items())
 
 
 def find_neighbours(run: RunRecord) -> dict | None:
@@ -411,6 +441,7 @@ def render_runs(runs: list[RunRecord]) -> str:
             "best": say_best(run),
             "warnings": list_warnings(run),
             "settings": describe_model(run.config) if is_one else difference,
+            "fillings": list_fillings(run),
             "neighbours": find_neighbours(run),
         }
         for run, difference in zip(runs, differences, strict=True)
