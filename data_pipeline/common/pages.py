@@ -1,6 +1,6 @@
 """Draw charts and HTML pages that load nothing: what the data report and the run report share.
 
-`page.html` beside this file holds the frame of a page, its style, and the markup of charts and
+`frame.html` beside this file holds the frame of a page, its style, and the markup of charts and
 tables. This file computes what the markup shows: the places of lines and ticks, in permille of a
 chart's width and height, so that a chart fits any width while its text keeps its size.
 """
@@ -11,21 +11,21 @@ from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
-COLOURS = 6  # of lines in `page.html`; later ones begin again
+COLOURS = 6  # of lines in `frame.html`; later ones begin again
 MOST_POINTS = 300  # of a line: more cannot be seen
 MOST_DOTS = 60  # of a line, with the value of each
 
 
 @dataclass
 class Line:
-    """A line of a chart.
+    """A line of a chart, or the edge of a histogram.
 
-    name: its name in the legend, which also shows its last value; "" leaves it out.
+    name: its name in the legend; "" leaves it out.
     points: (x, y) in ascending x.
     colour: number of its colour; None: grey.
-    look: `line`, `dots` (a line with a dot at each point), `faint`, `dashed` or `area`.
+    look: `line`, `dots` (a line with a dot at each point), `faint` or `dashed`, whose last value
+    the legend shows too; or `area` or `outline`, of a histogram.
     """
 
     name: str
@@ -45,7 +45,7 @@ def draw_chart(
     percent: bool = False,
     top: float = math.inf,
 ) -> dict:
-    """Compute a chart of at least one point, as the macro `chart` of `page.html` draws it.
+    """Compute a chart of at least one point, as the macro `chart` of `frame.html` draws it.
 
     x_ticks: (x, text) of each tick; None: choose them.
     percent: the values are fractions to show as percentages.
@@ -78,7 +78,7 @@ def draw_chart(
         drawn.append(
             {
                 "name": line.name,
-                "last": "" if line.look == "area" else say(line.points[-1][1]),
+                "last": "" if line.look in ("area", "outline") else say(line.points[-1][1]),
                 "colour": "grey" if line.colour is None else f"c{line.colour % COLOURS}",
                 "look": line.look,
                 "path": "M" + "L".join(f"{x} {y}" for x, y in places),
@@ -133,7 +133,7 @@ def format_number(value: float) -> str:
 
 
 def render_template(template: Path, **values: object) -> str:
-    """Render a page from a template that extends `page.html`; escapes all values but `Markup`."""
+    """Render a page from a template that extends `frame.html`; escapes all values but `Markup`."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=True,
@@ -142,8 +142,3 @@ def render_template(template: Path, **values: object) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template(template.name).render(values)
-
-
-def mark(is_good: bool) -> Markup:
-    """Render a tick or a cross."""
-    return Markup('<span class="good">✓</span>' if is_good else '<span class="bad">✗</span>')

@@ -1,7 +1,6 @@
 """The report: its measures against slow renderings and planted faults, the real text against the
 rule of google-research/bert, and a page that is whole by itself."""
 
-import html
 import json
 import random
 import re
@@ -9,13 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from google_rule import audit_google, documents_of, google_pairs
 from helpers import ROOT
+from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_pairs import make_store, small_vocabulary
@@ -328,47 +327,57 @@ def test_the_examples_are_pairs_of_the_store_with_their_masks(config, result, st
     assert kinds["mask"] > kinds["random"] > 0 and kinds["kept"] > 0 and kinds[""] > 100
 
 
-class Page(HTMLParser):
-    """The tags that are open, all tags and attributes, the text, and the rows of all tables."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], Counter(), set(), ""
-        self.rows: list[list[str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags[tag] += 1
-        self.attributes |= {name for name, _ in attributes}
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags[tag] += 1
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
-
-
 def test_the_page_is_whole_and_loads_nothing(config, result) -> None:
-    text = (Path(config.data_dir) / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert not page.open
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not {"src", "href", "onload"} & page.attributes and "url(" not in text
-    assert page.tags["svg"] >= 9 and "nan" not in "".join(re.findall(r"<svg.*?</svg>", text))
+    page = Page((Path(config.data_dir) / "report.html").read_text(encoding="utf-8"))
+    page.assert_whole()
+    assert page.tags["figure"] == 9
     assert page.text.count("IsNext") >= 6 and page.tags["ruby"] > 12
+    rows = {row[0]: row for row in page.rows}
     for check in result["checks"]:
-        assert html.escape(check["name"]) in text
+        assert rows[check["name"]][1:3] == [check["found"], check["wanted"]]
+
+
+def test_checks_are_folded_only_if_all_hold(result) -> None:
+    good = [check | {"holds": True} for check in result["checks"]]
+    text = report.render_page(result | {"checks": good})
+    assert f"<details><summary>All {len(good)} checks hold</summary>" in text
+    bad = [good[0] | {"holds": False}, *good[1:]]
+    text = report.render_page(result | {"checks": bad})
+    assert f"<details open><summary>1 of {len(good)} checks do not hold</summary>" in text
+    assert f"{bad[0]['name']}: {bad[0]['found']}, wanted {bad[0]['wanted']}." in Page(text).text
+
+
+def test_what_is_unusual_comes_first(result) -> None:
+    store = result["store"]
+
+    def warned(documents=5000, share=0.01, unknown=0.001, **settings) -> list[str]:
+        settings = {f"vocab.{name}": value for name, value in settings.items()}
+        language = {"corpus.sources[0].language": settings.pop("vocab.language", "en")}
+        counts = {"documents": documents, "tokens": 10**6, "sentences": 10**5}
+        return report.list_warnings(
+            {
+                "store": {"train": counts, "held_out": counts, "settings": settings | language},
+                "corpus": {"longest_documents": [{"document": 3, "share": share}]},
+                "vocabulary": {"unknown": unknown},
+            }
+        )
+
+    assert not warned(lowercase=True) and not warned(lowercase=False, language="de")
+    assert not warned(lowercase=True, strip_accents=False, language="de")
+    for unusual in (
+        {"documents": 300},
+        {"share": 0.4},
+        {"unknown": 0.03},
+        {"lowercase": True, "strip_accents": None, "language": "de"},
+        {"lowercase": False, "strip_accents": True, "language": "ja"},
+    ):
+        (line,) = warned(**unusual)
+        assert re.search("300 documents|40% of all|3.00 % of the tokens|words in (de|ja);", line)
+
+    page = Page(report.render_page(result)).text
+    first = page.index("documents are trained on")
+    assert f"Only {store['train']['documents']:,} documents" in page
+    assert first < page.index("checks") < page.index("Tokens of a document")
 
 
 def test_text_of_the_corpus_cannot_become_markup() -> None:
@@ -390,15 +399,19 @@ def test_each_source_has_its_row(result) -> None:
         result["store"][x]["documents"] for x in ("train", "held_out")
     )
     more = source | {"name": "a & b", "weight": 0.5, "rejects": {"empty": 1, "too long": 1200}}
-    rows = Page(report.render_sources([source, more])).rows
-    assert rows[0][0] == "Source" and rows[0][-1] == "Left out"
+    page = Page(
+        report.render_page(result | {"store": result["store"] | {"sources": [source, more]}})
+    )
+    head = next(i for i, row in enumerate(page.rows) if row[0] == "Source")
+    rows = page.rows[head:]
+    assert rows[0][-1] == "Left out"
     assert rows[1][0] == source["name"] and f"{source['bytes']:,}" in rows[1]
     assert rows[2][0] == "a & b" and rows[2][-1] == "1 empty, 1,200 too long" and "0.5" in rows[2]
 
 
 def test_a_store_that_does_not_name_its_sources_has_a_page(result) -> None:
     old = {name: value for name, value in result["store"].items() if name != "sources"}
-    assert "Source" not in report.render_corpus(result | {"store": old})
+    assert "Sources" not in Page(report.render_page(result | {"store": old})).text
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
