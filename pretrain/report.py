@@ -7,6 +7,7 @@ folder. Training does so at each evaluation. The page is drawn from the run fold
 
 import argparse
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -78,19 +79,30 @@ class RunRecord:
         """Return the number of finished steps."""
         return self.lines[-1]["step"] if self.lines else 0
 
-    def series(self, name: str) -> list[tuple[float, float]]:
-        """List (step, value) of a metric, without the values that were not finite."""
-        return [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+    @cached_property
+    def columns(self) -> dict[str, list[tuple[int, float]]]:
+        """Map each metric to its (step, value), without the values that were not finite."""
+        columns: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for line in self.lines:
+            step = line["step"]
+            for name, value in line.items():
+                if value is not None:
+                    columns[name].append((step, value))
+        return columns
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """List (step, value) of a metric; empty if it was not recorded."""
+        return self.columns.get(name, [])
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """List (tokens seen, value) of a metric."""
         steps, tokens = self.token_counts
         points = self.series(name)
         seen = np.interp([step for step, _ in points], steps, tokens)
-        return [(float(x), value) for x, (_, value) in zip(seen, points, strict=True)]
+        return [(x, value) for x, (_, value) in zip(seen.tolist(), points, strict=True)]
 
     @cached_property
-    def token_counts(self) -> tuple[list[int], list[float]]:
+    def token_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Count the tokens seen: (steps, tokens seen after each).
 
         Each log line gives the mean tokens of a sequence, and the phases the sequences of a step.
@@ -109,9 +121,9 @@ class RunRecord:
             )
             steps.append(step)
             tokens.append(tokens[-1] + sequences * of_tokens / max(of_sequences, 1e-9))
-        return steps, tokens
+        return np.array(steps), np.array(tokens)
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Return the number of tokens seen."""
         return float(np.interp(self.step, *self.token_counts))
@@ -133,7 +145,8 @@ class RunRecord:
 def judge_run(run: RunRecord) -> tuple[str, str]:
     """Judge where a run stands; returns the verdict and the reason for it."""
     losses = run.series("eval/mlm_loss")
-    if run.lines and "eval/mlm_loss" in run.lines[-1] and run.lines[-1]["eval/mlm_loss"] is None:
+    evaluations = (line for line in reversed(run.lines) if "eval/mlm_loss" in line)
+    if next(evaluations, {"eval/mlm_loss": 0})["eval/mlm_loss"] is None:
         return "Broken", "the newest held-out loss is not a finite number"
     if not losses:
         return "Not evaluated yet", "there is no held-out loss to judge the run by"
@@ -185,7 +198,7 @@ def list_warnings(run: RunRecord) -> list[str]:
 
 def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """List (what, value, what to compare it with) of the newest evaluation and log line."""
-    newest = {name: value for line in run.lines for name, value in line.items()}
+    newest = {name: points[-1][1] for name, points in run.columns.items()}
     figures = []
 
     def add(what: str, name: str, form: str, beside: str = "", remark: str = "{}") -> None:
@@ -252,8 +265,7 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
     probes = {
         name: name.removeprefix("eval/minimal_pairs").lstrip("/_").replace("_", " ") or "all"
         for run in runs
-        for line in run.lines
-        for name in line
+        for name in run.columns
         if name.startswith("eval/minimal_pairs") and name != UNIGRAM_PAIRS
     }
     frequencies = {f"eval/mlm_loss_{name}": name for name in ("frequent", "medium", "rare")}

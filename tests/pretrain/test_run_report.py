@@ -144,6 +144,7 @@ def test_a_run_is_judged_by_its_losses(tmp_path: Path, verdict, training, held_o
         trained(100 * i + 5 * k, loss) for i, loss in enumerate(training, 1) for k in range(-19, 1)
     ]
     lines += [evaluated(100 * i, loss) for i, loss in enumerate(held_out, 1)]
+    lines.append(trained(500, training[-1]))
     run = write_run(tmp_path, sorted(lines, key=lambda line: line["step"]))
     assert judge_run(run)[0] == verdict
     assert verdict in page_of(tmp_path).text
