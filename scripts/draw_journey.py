@@ -177,7 +177,7 @@ class Page:
         try:
             import matplotlib
         except ImportError:
-            raise UserError("matplotlib is missing; pip install -e '.[report]'") from None
+            raise UserError("matplotlib is missing; pip install -e '.[dev]'") from None
         matplotlib.use("svg")
         # glyphs as outlines, since the reader's fonts have other widths; the same file every time
         matplotlib.rcParams |= {"svg.fonttype": "path", "svg.hashsalt": "journey"}
