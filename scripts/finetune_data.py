@@ -1,0 +1,240 @@
+"""Read the labelled examples of a task: TSV, CSV, JSONL, CoNLL and SQuAD JSON."""
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import check
+
+# What a task reads -> the names that its column may have, if --columns gives none.
+COLUMNS = {
+    "text": ("sentence", "sentence1", "text", "premise", "question", "review"),
+    "second": ("sentence2", "text2", "hypothesis"),
+    "label": ("label", "labels", "score"),
+    "tokens": ("tokens", "words"),
+    "tags": ("tags", "ner_tags", "labels"),
+    "context": ("context", "question", "premise"),
+    "choices": ("choices", "options", "endings"),
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example of any task."""
+
+    place: str
+    """File and line, or file and question, for messages."""
+    texts: list[str]
+    """One or two sentences; the words of a sentence; question and passage; or context, choices."""
+    label: str | float | int | list
+    """A label, several labels, a number, a tag for each word, the index of the right choice, or
+    answers as (text, offset in the passage)."""
+
+
+def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Example]:
+    """Read all examples of a file.
+
+    columns: what a task reads (a key of `COLUMNS`) -> the name of its column in this file.
+    Raises `UserError` that names file and line.
+    """
+    if task == "qa":
+        examples = list(read_squad(path))
+    elif task == "tagging" and path.suffix != ".jsonl":
+        examples = list(read_conll(path))
+    else:
+        check(
+            path.suffix in ROWS,
+            f"{path}: unknown format {path.suffix!r}; wanted {', '.join(ROWS)}",
+        )
+        read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
+        rows = ROWS[path.suffix](path)
+        examples = [read(Row(place, cells, columns), task) for place, cells in rows]
+    check(examples, f"{path} holds no examples")
+    return examples
+
+
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8, with or without a byte-order mark, with line ends of any system."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}:{line} is not UTF-8; convert the file") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"no file at {path}") from None
+
+
+# --- rows of a table ------------------------------------------------------------------------------
+
+
+def read_tsv(path: Path) -> Iterator[tuple[str, dict]]:
+    """Yield (place, column -> text) of a file with a header line and no quoting."""
+    header, *lines = read_text(path).split("\n")  # splitlines would also cut at U+2028
+    names = header.split("\t")
+    for number, line in enumerate(lines, 2):
+        if line:
+            cells = line.split("\t")
+            if len(cells) != len(names):
+                raise UserError(
+                    f"{path}:{number} has {len(cells)} columns, and the header {len(names)}; "
+                    "a text in a TSV holds no tab and no line end"
+                )
+            yield f"{path}:{number}", dict(zip(names, cells, strict=True))
+
+
+def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
+    """Yield (place, column -> text) of a file with a header line and double quotes."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(read_text(path).splitlines(True), strict=True)
+    names, line = next(reader, []), 1
+    try:
+        for cells in reader:
+            place, line = f"{path}:{line + 1}", reader.line_num
+            if cells:
+                if len(cells) != len(names):
+                    raise UserError(
+                        f"{place} has {len(cells)} columns, and the header {len(names)}"
+                    )
+                yield place, dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num} is not CSV: {error}") from None
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
+    """Yield (place, column -> value) of a file with a JSON object per line."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                cells = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number} is not JSON: {error}") from None
+            check(isinstance(cells, dict), f"{path}:{number} is not a JSON object")
+            yield f"{path}:{number}", cells
+
+
+ROWS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_jsonl}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table, whose cells are found by what a task reads."""
+
+    place: str
+    cells: dict
+    columns: dict[str, str]
+
+    def find(self, what: str) -> str | None:
+        """Find the name of a column; None if the table has none."""
+        names = (self.columns[what],) if what in self.columns else COLUMNS[what]
+        return next((name for name in names if name in self.cells), None)
+
+    def get(self, what: str):
+        """Return a cell. Raises `UserError` if the table has no such column."""
+        name = self.find(what)
+        if name is None:
+            known = ", ".join(COLUMNS[what])
+            raise UserError(
+                f"{self.place}: no column for {what} ({self.columns.get(what, known)}) among "
+                f"{', '.join(self.cells)}; name it with --columns {what}=NAME"
+            )
+        return self.cells[name]
+
+    def text(self, what: str) -> str:
+        value = self.get(what)
+        check(isinstance(value, str), f"{self.place}: {what} is {value!r}, not a text")
+        return value
+
+    def texts(self, what: str) -> list[str]:
+        value = self.get(what)
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        check(is_list, f"{self.place}: {what} is {value!r:.60}, not a list of texts")
+        return value
+
+
+def labelled_texts(row: Row, task: str) -> Example:
+    """One or two sentences and what they are labelled with."""
+    texts = [row.text("text")]
+    if row.find("second") or "second" in row.columns:
+        texts.append(row.text("second"))
+    label = row.get("label")
+    if task == "multi_label":
+        label = label if isinstance(label, list) else str(label).split(",")
+        label = [str(item).strip() for item in label if str(item).strip()]
+    elif task == "regression":
+        try:
+            label = float(label)
+        except (TypeError, ValueError):
+            label = math.nan
+        check(math.isfinite(label), f"{row.place}: label is {row.get('label')!r}, not a number")
+    else:
+        check(label not in (None, ""), f"{row.place} has no label")
+        label = str(label)
+    return Example(row.place, texts, label)
+
+
+def tagged_words(row: Row, task: str) -> Example:
+    """The words of a sentence and a tag for each."""
+    words, tags = row.texts("tokens"), row.texts("tags")
+    check(len(words) == len(tags), f"{row.place}: {len(words)} words and {len(tags)} tags")
+    return Example(row.place, words, tags)
+
+
+def choices(row: Row, task: str) -> Example:
+    """A context, what may follow it, and the index of what does."""
+    texts, label = row.texts("choices"), row.get("label")
+    check(len(texts) > 1, f"{row.place} has {len(texts)} choices; wanted two or more")
+    is_index = str(label).isdecimal() and int(label) < len(texts)
+    check(is_index, f"{row.place}: label is {label!r}; wanted 0 to {len(texts) - 1}")
+    return Example(row.place, [row.text("context"), *texts], int(label))
+
+
+# --- formats of one task --------------------------------------------------------------------------
+
+
+def read_conll(path: Path) -> Iterator[Example]:
+    """Yield sentences of a file with a word and its tag per line, and blank lines between them.
+
+    Columns are separated by tabs, or else by blanks; the first is the word, the last its tag.
+    """
+    words, tags, start = [], [], 1
+    for number, line in enumerate([*read_text(path).split("\n"), ""], 1):
+        cells = line.split("\t") if "\t" in line else line.split()
+        if len(cells) > 1:
+            words.append(cells[0])
+            tags.append(cells[-1].strip())
+        elif cells:
+            raise UserError(f"{path}:{number}: wanted a word, a tab and a tag, found {line!r:.60}")
+        else:
+            if words:
+                yield Example(f"{path}:{start}", words, tags)
+            words, tags, start = [], [], number + 1
+
+
+def read_squad(path: Path) -> Iterator[Example]:
+    """Yield the questions of a SQuAD file that have an answer; prints how many have none."""
+    text, unanswered, name = read_text(path), 0, "the file"
+    try:
+        for article in json.loads(text)["data"]:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    name = f"question {question.get('id', question['question'])}"
+                    answers = [(a["text"], a.get("answer_start")) for a in question["answers"]]
+                    texts = [question["question"], paragraph["context"]]
+                    if answers:
+                        yield Example(f"{path}: {name}", texts, answers)
+                    else:
+                        unanswered += 1
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: not in SQuAD's form at or after {name} ({type(error).__name__}: {error}); "
+            "wanted data, paragraphs, context, qas, question, answers, text, answer_start"
+        ) from None
+    if unanswered:
+        print(f"note: {path}: {unanswered} questions without an answer are left out")
