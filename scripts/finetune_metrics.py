@@ -68,28 +68,30 @@ def ranks(values: np.ndarray) -> np.ndarray:
 # --- entities -------------------------------------------------------------------------------------
 
 
+SCHEME = re.compile(r"([BSUIMEL])(?:-(.*))?")
+
+
 def find_spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:
     """Find the entities of a sentence tagged in IOB2, BMES, BMEOS, BIOES or BILOU.
 
     B, S and U begin an entity; E, L, S and U end one; I, M, E and L continue one of the same type,
-    and begin one where there is none, as conlleval counts. A tag in none of these schemes, such as
-    a part of speech, is an entity of one word.
+    and begin one where there is none, as conlleval counts. A tag of no such scheme, such as a part
+    of speech, is an entity of one word.
     Returns {(first word, word after the last, type)}.
     """
     spans, start, kind = set(), None, None
     for i, tag in enumerate([*tags, "O"]):
-        prefix, _, name = tag.partition("-") if tag[1:2] == "-" else (tag, "", tag)
-        inside = prefix in ("I", "M", "E", "L") and start is not None and name == kind
-        if start is not None and not inside:
+        match = SCHEME.fullmatch(tag)
+        prefix, name = match.groups(default="") if match else ("S", tag)
+        if start is not None and (prefix in "BSU" or name != kind):
             spans.add((start, i, kind))
             start = None
-        if tag == "O":
-            continue
-        if start is None:
-            start, kind = i, name
-        if prefix in ("E", "L", "S", "U") or name == tag:
-            spans.add((start, i + 1, kind))
-            start = None
+        if tag != "O":
+            if start is None:
+                start, kind = i, name
+            if prefix in "ELSU":
+                spans.add((start, i + 1, kind))
+                start = None
     return spans
 
 

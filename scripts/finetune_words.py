@@ -1,0 +1,75 @@
+"""The baseline without pretraining: logistic regression on words and runs of characters."""
+
+import time
+import warnings
+
+from finetune_data import Example
+from finetune_tasks import Task
+from finetune_train import Run
+
+from data_pipeline.common.errors import UserError
+
+STRENGTHS = (1.0, 10.0, 100.0, 1000.0)  # of C, the inverse of the penalty
+
+
+def vectorize(train: list[Example], others: list[list[Example]]) -> list:
+    """Turn the texts of examples into weighted counts of words, word pairs and 1 to 4 characters.
+
+    Features are chosen and weighted on `train`. Of two sentences each has features of its own.
+    Returns a sparse matrix for `train` and each of the others. Raises `UserError` without
+    scikit-learn.
+    """
+    try:
+        from scipy.sparse import hstack
+        from sklearn.feature_extraction.text import TfidfVectorizer
+    except ImportError:
+        raise UserError(
+            "--also bow needs scikit-learn; install it: pip install -e '.[finetune]'"
+        ) from None
+    found = [[] for _ in (train, *others)]
+    for column in range(len(train[0].texts)):
+        texts = [[e.texts[column] for e in examples] for examples in (train, *others)]
+        for analyzer, longest in (("word", 2), ("char", 4)):
+            vectorizer = TfidfVectorizer(
+                analyzer=analyzer,
+                ngram_range=(1, longest),
+                token_pattern=r"\w+",
+                sublinear_tf=True,
+                dtype="float32",
+            )
+            try:
+                vectorizer.fit(texts[0])
+            except ValueError:  # no word in any of the texts
+                continue
+            for matrices, part in zip(found, texts, strict=True):
+                matrices.append(vectorizer.transform(part))
+    return [hstack(matrices).tocsr() for matrices in found]
+
+
+def fit_words(
+    task: Task, train: list[Example], matrices: list, strength: float, evaluated: list
+) -> Run:
+    """Fit on the first matrix and predict the others: dev, then test if there is one.
+
+    evaluated: examples of the other matrices.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.multiclass import OneVsRestClassifier
+    from sklearn.preprocessing import MultiLabelBinarizer
+
+    start = time.perf_counter()
+    model = LogisticRegression(C=strength, max_iter=300)
+    labels = [example.label for example in train]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        if isinstance(labels[0], list):
+            sets = MultiLabelBinarizer(classes=task.labels)
+            model = OneVsRestClassifier(model).fit(matrices[0], sets.fit_transform(labels))
+            found = [sets.inverse_transform(model.predict(m)) for m in matrices[1:]]
+        else:
+            model.fit(matrices[0], labels)
+            found = [list(model.predict(m)) for m in matrices[1:]]
+    run = Run([task.score(evaluated[0], found[0])], 0, *found[1:])
+    run.seconds = time.perf_counter() - start
+    return run
