@@ -112,9 +112,7 @@ def encode_texts(
 ) -> list[tuple[list[int], list[int]]]:
     """Encode sequences of one text each, or of two each."""
     columns = [list(column) for column in zip(*texts, strict=True)]
-    found = tokenizer(
-        *columns, truncation=True, max_length=max_length, return_token_type_ids=True
-    )
+    found = tokenizer(*columns, truncation=True, max_length=max_length, return_token_type_ids=True)
     return list(zip(found["input_ids"], found["token_type_ids"], strict=True))
 
 
@@ -403,9 +401,7 @@ def find_answer(example: Example, offsets: Sequence[tuple[int, int]]) -> tuple[i
             stated = stated if isinstance(stated, int) else 0
             start = min(found, key=lambda i: abs(i - stated))
             inside = [
-                token
-                for token, (a, b) in enumerate(offsets)
-                if a < start + len(text) and b > start
+                token for token, (a, b) in enumerate(offsets) if a < start + len(text) and b > start
             ]
             if inside:
                 return inside[0], inside[-1]

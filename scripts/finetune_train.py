@@ -49,14 +49,10 @@ def make_batch(units: list[Unit], device: torch.device) -> Batch:
 def sorted_batches(units: list[Unit], batch_size: int, device: torch.device) -> list[Batch]:
     """Make batches of units of similar length, the longest first."""
     units = sorted(units, key=lambda unit: -unit.length)
-    return [
-        make_batch(units[i : i + batch_size], device) for i in range(0, len(units), batch_size)
-    ]
+    return [make_batch(units[i : i + batch_size], device) for i in range(0, len(units), batch_size)]
 
 
-def shuffled_batches(
-    units: list[Unit], batch_size: int, seed: int, epoch: int
-) -> list[list[Unit]]:
+def shuffled_batches(units: list[Unit], batch_size: int, seed: int, epoch: int) -> list[list[Unit]]:
     """Shuffle the units of an epoch into batches of similar length.
 
     Sorts a pool of many batches by length, then shuffles the batches: little padding, and another
@@ -65,7 +61,9 @@ def shuffled_batches(
     rng = np.random.default_rng((seed, epoch))
     order, batches = rng.permutation(len(units)), []
     for start in range(0, len(order), POOL_OF_BATCHES * batch_size):
-        pool = sorted(order[start : start + POOL_OF_BATCHES * batch_size], key=lambda i: units[i].length)
+        pool = sorted(
+            order[start : start + POOL_OF_BATCHES * batch_size], key=lambda i: units[i].length
+        )
         batches += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
     return [[units[i] for i in batches[k]] for k in rng.permutation(len(batches))]
 

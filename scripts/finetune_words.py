@@ -9,7 +9,7 @@ from finetune_train import Run
 
 from data_pipeline.common.errors import UserError
 
-STRENGTHS = (1.0, 10.0, 100.0, 1000.0)  # of C, the inverse of the penalty
+STRENGTHS = (0.1, 1.0, 10.0, 100.0)  # of C, the inverse of the penalty
 
 
 def vectorize(train: list[Example], others: list[list[Example]]) -> list:
@@ -30,12 +30,9 @@ def vectorize(train: list[Example], others: list[list[Example]]) -> list:
     for column in range(len(train[0].texts)):
         texts = [[e.texts[column] for e in examples] for examples in (train, *others)]
         for analyzer, longest in (("word", 2), ("char", 4)):
+            words = {"token_pattern": r"\w+"} if analyzer == "word" else {}
             vectorizer = TfidfVectorizer(
-                analyzer=analyzer,
-                ngram_range=(1, longest),
-                token_pattern=r"\w+",
-                sublinear_tf=True,
-                dtype="float32",
+                analyzer=analyzer, ngram_range=(1, longest), sublinear_tf=True, **words
             )
             try:
                 vectorizer.fit(texts[0])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,60 @@ def assert_same_run(a: Path, b: Path) -> None:
 def contents(folder: Path) -> dict[str, bytes]:
     """Name -> bytes of all files in a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def write_tasks(folder: Path, train: int = 160, dev: int = 40) -> None:
+    """Write a small data set for each task of fine-tuning: a word decides what is wanted."""
+    rng = random.Random(0)
+
+    def sentence(*words: str) -> list[str]:
+        """Some words in random order among others."""
+        others = rng.sample("the of a to and in is it that with for on as are by this".split(), 4)
+        return rng.sample([*others, *words], len(others) + len(words))
+
+    for split, count in (("train", train), ("dev", dev), ("test", dev)):
+        columns = {name: [] for name in ("reviews", "pairs", "topics", "similarity", "ner")}
+        choices, questions = [], []
+        for i in range(count):
+            good = rng.random() < 0.5
+            opinion = " ".join(sentence("True" if good else "False"))
+            columns["reviews"].append(f"{opinion}\t{int(good)}")
+            columns["pairs"].append(f"{' '.join(sentence())}\t{opinion}\t{good}")
+            found = [name for name in ("class", "string") if rng.random() < 0.5]
+            columns["topics"].append(
+                json.dumps({"text": " ".join(sentence(*found)), "labels": found})
+            )
+            number, word = rng.choice([(0.5, "class"), (1, "list"), (5, "string")])
+            columns["similarity"].append(
+                f'"{" ".join(sentence(word))}, ""so""",the object,{number}'
+            )
+            words = sentence("Python")
+            tags = ["B-NAME" if word == "Python" else "O" for word in words]
+            at = words.index("Python") + 1
+            words[at:at], tags[at:at] = ["module"], ["I-NAME"]
+            columns["ner"].append("".join(f"{w}\t{t}\n" for w, t in zip(words, tags, strict=True)))
+            answer = rng.randrange(3)
+            texts = [" ".join(sentence("True" if k == answer else "False")) for k in range(3)]
+            choices.append(
+                json.dumps({"context": "which is it", "choices": texts, "label": answer})
+            )
+            text, words = rng.choice(["True", "False"]), []
+            passage = " ".join(sentence(text))
+            answers = [{"text": text, "answer_start": passage.index(text)}]
+            question = {"id": f"{split}-{i}", "question": "is it so?", "answers": answers}
+            questions.append({"context": passage, "qas": [question]})
+        table = {
+            "reviews": ("tsv", "sentence\tlabel\n", "\n"),
+            "pairs": ("tsv", "sentence1\tsentence2\tlabel\n", "\n"),
+            "topics": ("jsonl", "", "\n"),
+            "similarity": ("csv", "sentence1,sentence2,score\n", "\n"),
+            "ner": ("conll", "", "\n"),
+            "choice": ("jsonl", "", "\n"),
+            "qa": ("json", "", ""),
+        }
+        columns["choice"] = choices
+        columns["qa"] = [json.dumps({"data": [{"paragraphs": questions}]})]
+        for name, (suffix, header, end) in table.items():
+            path = folder / name / f"{split}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(header + "".join(row + end for row in columns[name]), encoding="utf-8")
