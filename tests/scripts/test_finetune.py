@@ -1,0 +1,516 @@
+"""Fine-tuning learns what a word decides, judges it as others do, and says what is wrong where."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, write_tasks
+from sklearn import metrics as peer
+from transformers import AutoModel, AutoTokenizer
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import VocabConfig
+from data_pipeline.sampling.token_store import Vocabulary
+from data_pipeline.vocabulary.training import write_tokenizer
+from pretrain.config import ModelConfig
+from pretrain.export import export
+from pretrain.models.bert import BertForPreTraining
+
+sys.path.append(str(ROOT / "scripts"))
+
+import finetune  # noqa: E402
+import finetune_metrics as ours  # noqa: E402
+from finetune_data import Example, read_examples  # noqa: E402
+from finetune_tasks import TASKS  # noqa: E402
+from finetune_train import build_network, make_batch, shuffled_batches  # noqa: E402
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+QUICK = "--seeds 0 --learning-rates 1e-2 --epochs 6 --batch-size 16 --dropout 0 --precision fp32"
+FILES = {  # task -> the files of its data set
+    "classification": "reviews/{}.tsv",
+    "multi_label": "topics/{}.jsonl",
+    "regression": "similarity/{}.csv",
+    "tagging": "ner/{}.conll",
+    "qa": "qa/{}.json",
+    "choice": "choice/{}.jsonl",
+}
+
+
+def write_export(vocab_dir: Path, pieces: int, out: Path, scale: float = 1.0, **sizes) -> Path:
+    """Export a model with random weights; `scale` makes its matrices larger."""
+    torch.manual_seed(0)
+    model = BertForPreTraining(
+        ModelConfig(**TINY | {"max_position_embeddings": 64} | sizes), pieces
+    )
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(scale)
+    origin = {"step": 8, "vocab_sha256": "ab", "data_sha256": "cd"}
+    export(model.eval(), vocab_dir, out, "", origin)
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(prepared: Path, vocabulary: Vocabulary, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("finetune") / "export"
+    return write_export(prepared / "data/vocab", len(vocabulary), out, scale=4)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    """A small data set for each task; not to be written to."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write_tasks(folder)
+    return folder
+
+
+def run(monkeypatch, model: Path, task: str, tasks: Path, out: Path, options: str = QUICK) -> dict:
+    """Run the script here on the data set of a task; what it wrote."""
+    files = [
+        part for s in ("train", "dev", "test") for part in (f"--{s}", tasks / FILES[task].format(s))
+    ]
+    arguments = ["--model", model, "--task", task, *files, "--out", out, *options.split()]
+    monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
+    finetune.main()
+    return json.loads((out / "results.json").read_text())
+
+
+# --- what is learned ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "least"),
+    [
+        ("classification", "accuracy", 0.9),
+        ("multi_label", "micro_f1", 0.9),
+        ("regression", "pearson", 0.8),
+        ("tagging", "f1", 0.9),
+        ("qa", "exact_match", 0.9),
+        ("choice", "accuracy", 0.8),
+    ],
+)
+def test_each_task_learns_what_a_word_decides(
+    task, metric, least, exported, tasks, tmp_path, monkeypatch
+) -> None:
+    found = run(monkeypatch, exported, task, tasks, tmp_path / "out")
+    assert found["settings"]["metric"] == TASKS[task].metrics[0]
+    assert found["systems"]["pretrained"]["test"][metric]["mean"] >= least
+
+
+@pytest.mark.parametrize("task", FILES)
+def test_a_frozen_model_is_probed_for_each_task(
+    task, exported, tasks, tmp_path, monkeypatch
+) -> None:
+    options = "--freeze --pool mean --precision fp32"
+    found = run(monkeypatch, exported, task, tasks, tmp_path / "out", options)["systems"]
+    system = found["pretrained"]
+    assert system["setting"] == "penalty" and len(system["runs"]) == len(finetune.PENALTIES)
+    metric = TASKS[task].metrics[0]
+    chance = {"choice": 0.34, "regression": 0.0, "tagging": 0.0, "qa": 0.2}.get(task, 0.5)
+    assert system["test"][metric]["mean"] > chance + 0.15
+
+
+@pytest.mark.parametrize("pool", ["pooler", "cls", "mean", "last4"])
+def test_what_a_sentence_is_judged_by_is_what_its_name_says(pool, exported, tasks) -> None:
+    """Against the states of the encoder, one sentence at a time, without padding."""
+    examples = read_examples(tasks / "pairs/dev.tsv", "classification", {})[:5]
+    task, tokenizer = TASKS["classification"](examples), AutoTokenizer.from_pretrained(exported)
+    units = task.encode(examples, tokenizer, 64)
+    network = build_network(exported, False, task, pool, 0.0, 0).eval()
+    encoder = AutoModel.from_pretrained(exported).eval()
+    with torch.no_grad():
+        found = network.states(make_batch(units, torch.device("cpu")))
+        for row, example in zip(found, examples, strict=True):
+            one = encoder(
+                **tokenizer(*example.texts, return_tensors="pt"), output_hidden_states=True
+            )
+            wanted = {
+                "pooler": one.pooler_output[0],
+                "cls": one.last_hidden_state[0, 0],
+                "mean": one.last_hidden_state[0].mean(0),
+                "last4": torch.stack(one.hidden_states[1:]).mean(0)[0].mean(0),  # all two
+            }[pool]
+            torch.testing.assert_close(row, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
+    exported, tasks, tmp_path, monkeypatch, capsys
+) -> None:
+    found = run(
+        monkeypatch,
+        exported,
+        "classification",
+        tasks,
+        tmp_path / "out",
+        f"{QUICK} --also random bow",
+    )["systems"]
+    assert list(found)[:3] == ["pretrained", "random", "bow"] and list(found)[3].startswith(
+        "always"
+    )
+    assert found["random"]["runs"] != found["pretrained"]["runs"]
+    assert found["bow"]["test"]["accuracy"]["mean"] == 1.0  # one word decides
+    table = capsys.readouterr().out.splitlines()
+    for title in ("pretrained ", "random weights ", "bag of words ", "always "):
+        assert [line for line in table if line.startswith(title) and "0." in line]
+
+
+def test_random_weights_differ_by_seed_and_are_not_those_of_the_export(exported, tasks) -> None:
+    task = TASKS["classification"](read_examples(tasks / "reviews/train.tsv", "classification", {}))
+    networks = [
+        build_network(exported, is_random, task, "cls", None, seed)
+        for is_random, seed in ((False, 0), (False, 1), (True, 0), (True, 1))
+    ]
+    encoders = [n.encoder.encoder.layer[0].attention.self.query.weight for n in networks]
+    heads = [n.head.weight for n in networks]
+    assert torch.equal(encoders[0], encoders[1])
+    assert not torch.equal(encoders[0], encoders[2]) and not torch.equal(encoders[2], encoders[3])
+    assert torch.equal(heads[0], heads[2]) and not torch.equal(heads[0], heads[1])
+
+
+def test_dropout_of_the_config_can_be_replaced(exported, tasks) -> None:
+    task = TASKS["tagging"](read_examples(tasks / "ner/dev.conll", "tagging", {}))
+    network = build_network(exported, False, task, "cls", 0.25, 0)
+    rates = {m.p for m in network.modules() if isinstance(m, torch.nn.Dropout)}
+    assert rates == {0.25}
+
+
+def test_batches_hold_every_unit_once_and_similar_lengths() -> None:
+    rng = np.random.default_rng(0)
+    texts = [Example("", ["a " * int(n)], "x") for n in rng.integers(1, 60, 500)]
+    units = [finetune.Unit(i, [([5] * len(e.texts[0]), [])], 0) for i, e in enumerate(texts)]
+    first, second = (shuffled_batches(units, 16, 0, epoch) for epoch in (0, 1))
+    for batches in (first, second):
+        assert sorted(unit.example for batch in batches for unit in batch) == list(range(500))
+        padded = sum(len(b) * max(unit.length for unit in b) for b in batches)
+        assert padded < 1.1 * sum(unit.length for unit in units)
+    assert {u.example for u in first[0]} != {u.example for u in second[0]}
+
+
+# --- the results ----------------------------------------------------------------------------------
+
+
+def test_results_are_complete_and_the_same_for_the_same_seeds(
+    exported, tasks, tmp_path, monkeypatch
+) -> None:
+    options = "--seeds 0 1 --learning-rates 1e-4 1e-2 --epochs 2 --dropout 0.1 --max-train 64"
+    found = [
+        run(monkeypatch, exported, "classification", tasks, tmp_path / name, options)
+        for name in ("a", "b")
+    ]
+    for results in found:
+        assert results.pop("seconds") > 0
+        results["settings"].pop("out")
+        for one in results["systems"]["pretrained"]["runs"]:
+            assert one.pop("seconds") > 0
+    assert found[0] == found[1]
+    results = found[0]
+    assert {"settings", "model", "data", "systems", "versions", "machine"} == results.keys()
+    assert results["model"]["step"] == 8 and len(results["model"]["sha256"]) == 64
+    assert {"torch", "transformers", "python", "project"} <= results["versions"].keys()
+    assert results["data"]["train"]["examples"] == 160
+    runs = results["systems"]["pretrained"]["runs"]
+    assert {(r["learning_rate"], r["seed"]) for r in runs} == {
+        (rate, seed) for rate in (1e-4, 1e-2) for seed in (0, 1)
+    }
+    assert all(len(r["dev"]) == 2 and r["dev"][0].keys() == r["dev"][1].keys() for r in runs)
+
+
+def test_the_rate_is_chosen_on_dev_and_the_epoch_is_the_best_one(
+    exported, tasks, tmp_path, monkeypatch
+) -> None:
+    options = "--seeds 0 1 --learning-rates 1e-6 1e-2 --epochs 4 --dropout 0 --precision fp32"
+    system = run(monkeypatch, exported, "classification", tasks, tmp_path, options)["systems"][
+        "pretrained"
+    ]
+    best = {}
+    for one in system["runs"]:
+        scores = [epoch["accuracy"] for epoch in one["dev"]]
+        assert one["best_epoch"] == 1 + scores.index(max(scores))
+        best.setdefault(one["learning_rate"], []).append(max(scores))
+    assert system["chosen"] == max(best, key=lambda rate: sum(best[rate])) == 1e-2
+    assert system["dev"]["accuracy"]["values"] == best[1e-2]
+    mean = sum(best[1e-2]) / 2
+    assert math.isclose(system["dev"]["accuracy"]["mean"], mean)
+    assert math.isclose(system["dev"]["accuracy"]["std"], np.std(best[1e-2], ddof=1), abs_tol=1e-12)
+    assert len(system["test"]["accuracy"]["values"]) == 2
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_label_scores_are_those_of_scikit_learn() -> None:
+    rng = np.random.default_rng(0)
+    wanted, found = (list("abcd"[i] for i in rng.integers(0, high, 60)) for high in (4, 3))
+    scores = ours.label_scores(wanted, found)
+    assert math.isclose(scores["accuracy"], peer.accuracy_score(wanted, found))
+    assert math.isclose(scores["macro_f1"], peer.f1_score(wanted, found, average="macro"))
+    assert math.isclose(scores["matthews"], peer.matthews_corrcoef(wanted, found))
+    assert ours.label_scores(["a", "b"], ["a", "a"])["matthews"] == 0.0
+
+
+def test_label_set_scores_are_those_of_scikit_learn() -> None:
+    rng = np.random.default_rng(1)
+    wanted, found = rng.random((2, 50, 4)) < 0.4
+    names = [[["abcd"[i] for i in np.flatnonzero(row)] for row in side] for side in (wanted, found)]
+    scores = ours.label_set_scores(*names)
+    assert math.isclose(scores["micro_f1"], peer.f1_score(wanted, found, average="micro"))
+    assert math.isclose(scores["macro_f1"], peer.f1_score(wanted, found, average="macro"))
+    assert math.isclose(scores["exact_match"], peer.accuracy_score(wanted, found))
+
+
+def test_number_scores_are_those_of_scipy_and_scikit_learn() -> None:
+    from scipy import stats
+
+    rng = np.random.default_rng(2)
+    wanted = rng.integers(0, 6, 40).astype(float)  # with ties
+    found = wanted + rng.normal(size=40).round()
+    scores = ours.number_scores(wanted, found)
+    assert math.isclose(scores["pearson"], stats.pearsonr(wanted, found).statistic)
+    assert math.isclose(scores["spearman"], stats.spearmanr(wanted, found).statistic)
+    assert math.isclose(scores["r2"], peer.r2_score(wanted, found))
+    assert ours.number_scores([1, 2], [3, 3])["pearson"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tags", "spans"),
+    [
+        ("B-PER I-PER O B-LOC", {(0, 2, "PER"), (3, 4, "LOC")}),  # IOB2
+        ("B-PER B-PER I-PER", {(0, 1, "PER"), (1, 3, "PER")}),  # side by side
+        ("B-ORG M-ORG E-ORG S-PER O", {(0, 3, "ORG"), (3, 4, "PER")}),  # BMES, BMEOS
+        ("B-ORG I-ORG L-ORG U-PER", {(0, 3, "ORG"), (3, 4, "PER")}),  # BILOU
+        ("O I-PER I-PER I-LOC", {(1, 3, "PER"), (3, 4, "LOC")}),  # I begins one where none is
+        ("B-PER I-LOC", {(0, 1, "PER"), (1, 2, "LOC")}),
+        ("B-A E-A E-A", {(0, 2, "A"), (2, 3, "A")}),
+        ("B M E S", {(0, 3, ""), (3, 4, "")}),  # words of a segmentation
+        ("DT NN", {(0, 1, "DT"), (1, 2, "NN")}),  # parts of speech
+        ("B-x-y I-x-y O", {(0, 2, "x-y")}),
+        ("O O", set()),
+    ],
+)
+def test_entities_are_found_in_every_scheme(tags, spans) -> None:
+    assert ours.find_spans(tags.split()) == spans
+
+
+def test_entity_scores_are_worked_by_hand() -> None:
+    wanted = ["B-PER I-PER O B-LOC".split(), "O B-ORG".split()]
+    found = ["B-PER I-PER O B-ORG".split(), "O O".split()]
+    scores = ours.span_scores(wanted, found)  # one right of three wanted and of two found
+    assert scores == {"f1": 2 / 5, "precision": 1 / 2, "recall": 1 / 3, "accuracy": 4 / 6}
+
+
+def test_answers_are_scored_by_the_rules_of_squad() -> None:
+    wanted = [["the Eiffel Tower", "Eiffel tower, Paris"], ["42"], ["a red car"]]
+    scores = ours.answer_scores(wanted, ["Eiffel Tower!", "43", "red  cars"], chinese=False)
+    assert math.isclose(scores["exact_match"], 1 / 3)
+    assert math.isclose(scores["f1"], (1 + 0 + 2 * 1 / (2 + 2)) / 3)
+
+
+def test_chinese_answers_are_scored_by_the_rules_of_cmrc() -> None:
+    wanted = [["光荣和ω-force"], ["北京大学"], ["《三国》"]]
+    assert ours.is_chinese([a for answers in wanted for a in answers])
+    scores = ours.answer_scores(wanted, ["光荣和ω-force。", "大学北京", "三国演义"], chinese=True)
+    # 大学 and 北京 are both common, and the longest common run has two of four characters
+    assert math.isclose(scores["f1"], (1 + 2 * 2 / 8 + 2 * 2 / 6) / 3)
+    assert math.isclose(scores["exact_match"], 1 / 3)
+
+
+# --- encoding -------------------------------------------------------------------------------------
+
+
+def test_a_tag_belongs_to_the_first_piece_of_its_word(exported) -> None:
+    words, tags = ["Python", "unbelievablenesses", "is"], ["B-X", "O", "I-Y"]
+    task, tokenizer = (
+        TASKS["tagging"]([Example("", words, tags)]),
+        AutoTokenizer.from_pretrained(exported),
+    )
+    (unit,) = task.encode(task.training, tokenizer, 64)
+    positions, which, labels = unit.target
+    pieces = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    assert len(pieces[1]) > 1
+    starts = [1, 1 + len(pieces[0]), 1 + len(pieces[0]) + len(pieces[1])]
+    assert positions == starts and which == [0, 1, 2]
+    assert [task.labels[i] for i in labels] == tags
+
+
+def test_words_that_are_cut_or_have_no_piece_count_as_wrong(exported) -> None:
+    words = ["is", "\u200d", *["of"] * 40]
+    task = TASKS["tagging"]([Example("", words, ["B-X"] * len(words))])
+    units = task.encode(task.training, AutoTokenizer.from_pretrained(exported), 16)
+    found = task.predict([torch.ones(16, 1)], units, task.training)
+    assert found[0][0] == "B-X" and found[0][1] == "O" and found[0][-1] == "O"
+    assert len(found[0]) == len(words)
+
+
+def test_every_window_shows_part_of_the_passage_and_one_holds_the_answer(exported) -> None:
+    passage = " ".join(["of"] * 70 + ["Python"] + ["is"] * 70)
+    example = Example("", ["what is it?", passage], [("Python", 210)])
+    task, tokenizer = TASKS["qa"]([example]), AutoTokenizer.from_pretrained(exported)
+    units = task.encode([example], tokenizer, 64)
+    assert len(units) > 3 and max(unit.length for unit in units) == 64
+    seen = [offset for unit in units for offset in unit.window[1]]
+    assert set(seen) == set(
+        tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    )
+    inside = [unit for unit in units if unit.target != (0, 0)]
+    assert inside
+    for unit in inside:
+        start, end = unit.target
+        first, offsets = unit.window
+        assert passage[offsets[start - first][0] : offsets[end - first][1]] == "Python"
+        scores = torch.zeros(unit.length, 2)
+        scores[start, 0] = scores[end, 1] = 1.0
+        task.longest = end - start + 1
+        assert task.predict([scores], [unit], [example]) == ["Python"]
+
+
+def test_an_answer_that_is_elsewhere_is_found_and_one_that_is_nowhere_is_scored(exported) -> None:
+    passage = "Python is a list of Python"
+    examples = [
+        Example("", ["what?", passage], answers)
+        for answers in ([("Python", 19)], [("Python", -1)], [("nothing", 3)], [("list", None)])
+    ]
+    task, tokenizer = TASKS["qa"](examples), AutoTokenizer.from_pretrained(exported)
+    units = task.encode(examples, tokenizer, 64)
+    spans = []
+    for unit in units:
+        first, offsets = unit.window
+        found = unit.target and [offsets[unit.target[i] - first][i] for i in (0, 1)]
+        spans.append(found and passage[slice(*found)] + str(found[0]))
+    assert spans == ["Python20", "Python0", None, "list12"]
+    assert task.score(examples, ["Python", "x", "nothing", "list"])["exact_match"] == 0.75
+
+
+# --- formats and errors ---------------------------------------------------------------------------
+
+
+def test_columns_are_found_by_name_or_named(tmp_path) -> None:
+    (tmp_path / "a.tsv").write_text('label\tsentence\n1\ta "quoted\u2028 text\n')
+    (tmp_path / "b.csv").write_text('\ufeffstars,body\r\n2,"two\r\nlines, and ""quotes"""\r\n')
+    (tmp_path / "c.jsonl").write_text('{"premise": "x", "hypothesis": "y", "label": 0}\n')
+    columns = {"text": "body", "label": "stars"}
+    found = [
+        *read_examples(tmp_path / "a.tsv", "classification", {}),
+        *read_examples(tmp_path / "b.csv", "classification", columns),
+        *read_examples(tmp_path / "c.jsonl", "classification", {}),
+    ]
+    assert [e.label for e in found] == ["1", "2", "0"]
+    texts = [['a "quoted\u2028 text'], ['two\nlines, and "quotes"'], ["x", "y"]]
+    assert [e.texts for e in found] == texts
+
+
+def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
+    (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU NNP B-ORG\n \n")
+    found = read_examples(tmp_path / "a.conll", "tagging", {})
+    assert [(e.texts, e.label) for e in found] == [
+        (["常", "建"], ["B-NAME", "I-NAME"]),
+        (["EU"], ["B-ORG"]),
+    ]
+    assert [e.place for e in found] == [f"{tmp_path / 'a.conll'}:{line}" for line in (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text", "said"),
+    [
+        ("classification", "a.tsv", "sentence\tlabel\nx\t1\ny\n", r"a.tsv:3 has 1 columns, .* 2"),
+        ("classification", "a.tsv", "body\tlabel\nx\t1\n", r"a.tsv:2: no column for text .*--columns"),
+        ("classification", "a.tsv", "sentence\tlabel\nx\t\n", r"a.tsv:2 has no label"),
+        ("classification", "a.tsv", "sentence\tlabel\n", r"holds no examples"),
+        ("classification", "a.txt", "x", r"unknown format '.txt'; wanted .tsv, .csv, .jsonl"),
+        ("classification", "a.csv", 'sentence,label\nx,1\n"y,1\n', r"a.csv:\d+ is not CSV"),
+        ("classification", "a.jsonl", '{"text": "x"}\n', r"a.jsonl:1: no column for label"),
+        ("classification", "a.jsonl", '{"text": 3, "label": 1}\n', r"a.jsonl:1: text is 3, not a"),
+        ("classification", "a.jsonl", "[1]\n", r"a.jsonl:1 is not a JSON object"),
+        ("classification", "a.jsonl", "\n{\n", r"a.jsonl:2 is not JSON"),
+        ("regression", "a.tsv", "sentence\tlabel\nx\tnan\n", r"a.tsv:2: label is 'nan', not a number"),
+        ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
+        ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
+        ("choice", "a.jsonl", '{"context": "x", "choices": ["y", "z"], "label": 2}', r":1: label is 2"),
+        ("qa", "a.json", '{"data": [{"paragraphs": [{"qas": [{"question": 1}]}]}]}', r"SQuAD.*answers"),
+        ("qa", "a.json", '{"data":\n', r"a.json:2 is not JSON"),
+    ],
+)  # fmt: skip
+def test_an_error_names_file_and_line(task, name, text, said, tmp_path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_examples(tmp_path / name, task, {})
+
+
+def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"sentence\tlabel\nx\t1\n\xff\t1\n")
+    with pytest.raises(UserError, match=r"a.tsv:3 is not UTF-8"):
+        read_examples(tmp_path / "a.tsv", "classification", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--max-length 65", "wanted 16 to 64"),
+        ("--metric bleu", "accuracy, macro_f1, matthews"),
+        ("--columns text", "wanted WHAT=NAME"),
+        ("--seeds 1 1", "a seed twice"),
+        ("--epochs 0", "wanted 1 or more"),
+        ("--model nowhere", "no exported model in nowhere"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(
+    options, said, exported, tasks, tmp_path, monkeypatch
+) -> None:
+    with pytest.raises(UserError, match=said):
+        run(monkeypatch, exported, "classification", tasks, tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_label_is_one_line_and_results_are_not_replaced(
+    exported, tasks, tmp_path
+) -> None:
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nx\t7\n")
+    command = [sys.executable, ROOT / "scripts/finetune.py", "--model", exported, "--task"]
+    command += ["classification", "--train", tasks / "reviews/train.tsv", "--out", tmp_path]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--dev", tmp_path / "dev.tsv"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: \S+/dev.tsv:2: label '7' is not .*: 0, 1\n", done.stderr)
+    (tmp_path / "results.json").write_text("mine")
+    done = subprocess.run(
+        [*command, "--dev", tmp_path / "dev.tsv"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 2 and "results.json is there already" in done.stderr
+    assert (tmp_path / "results.json").read_text() == "mine"
+
+
+# --- the plain way --------------------------------------------------------------------------------
+
+
+def test_the_plain_transformers_code_of_the_page_learns_from_chinese_reviews(tmp_path) -> None:
+    """Reviews of a few characters, of which one decides."""
+    others = "房间服务早餐酒店前台床电视很都也了的是在"
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({*others, "好", "差"})]
+    pieces += [f"[unused{i}]" for i in range(64 - len(pieces))]
+    write_tokenizer(tmp_path / "vocab", pieces, VocabConfig())
+    write_export(tmp_path / "vocab", 64, tmp_path / "exported", scale=5, hidden_size=128)
+    rng = np.random.default_rng(0)
+    rows = ["sentence\tlabel"]
+    for i in range(4000):
+        text = "".join(rng.permutation([*rng.choice([*others], 4), "差好"[i % 2]]))
+        rows.append(f"{text}\t{i % 2}")
+    (tmp_path / "reviews.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    page = (ROOT / "docs/finetuning.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    accuracies = [float(x) for x in re.findall(r"accuracy (\d\.\d+)", done.stdout)]
+    assert len(accuracies) == 3 and accuracies[-1] > 0.9
