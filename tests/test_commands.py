@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import ROOT, write_tasks
 
 from data_pipeline.config import load_config
 from data_pipeline.sampling.batches import count_passes, cut_evenly
@@ -42,10 +42,15 @@ def shipped() -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
         if path in headers:
             text = "".join(line for line in text.splitlines(True) if line.startswith("#"))
-        for command in COMMAND.findall(text):
+        for command in COMMAND.findall(join_lines(text)):
             command = re.split(r"  +#| {4,}#", command)[0].strip()
             found.setdefault(re.sub(r" \[key=value \.\.\.\]", "", command), path.name)
     return found
+
+
+def join_lines(text: str) -> str:
+    """Join the lines of a command that goes on after a backslash."""
+    return re.sub(r" \\\n\s*", " ", text)
 
 
 def kind_of(command: str) -> str:
@@ -99,7 +104,7 @@ def test_every_line_of_an_unnamed_block_is_a_command() -> None:
     for path in PAGES:
         blocks = re.split(r"^```(.*)\n", path.read_text(encoding="utf-8"), flags=re.M)
         for language, block in zip(blocks[1::4], blocks[2::4], strict=True):
-            for line in block.splitlines() if language in ("", "bash") else ():
+            for line in join_lines(block).splitlines() if language in ("", "bash") else ():
                 command = re.split(r"  +#", line)[0].strip()
                 assert command in COMMANDS or command.startswith(".venv/bin/python -m pip "), line
 
@@ -141,6 +146,7 @@ def project(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(prepared / "topics.txt", root / name / "topics.txt")
     for name in RECIPES:
         shrink(root / "configs" / name)
+    write_tasks(root)
     return root
 
 

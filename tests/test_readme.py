@@ -20,7 +20,7 @@ PROJECT_FILES = [
     for path in ROOT.rglob("*.*")
     if not {"data", "runs", ".venv", ".git"} & set(path.relative_to(ROOT).parts[:1])
 ]
-MADE = {  # files that preparation, a run or an export makes
+MADE = {  # files that preparation, a run or an export makes, or a user has
     *("manifest.json", "report.html", "report.json"),
     *("tokens.npy", "sentence_offsets.npy", "document_offsets.npy"),
     *("word_starts.npy", "run_edges.npy"),
@@ -28,6 +28,7 @@ MADE = {  # files that preparation, a run or an export makes
     *("state.json", "bad_batch.json"),
     *("probes.json", "results.json", "vectors.npy"),
     *("config.json", "tokenizer.json", "tokenizer_config.json", "export.json"),
+    *("train.json", "dev.json", "train.jsonl", "dev.jsonl"),  # a user's own data
 }
 
 
