@@ -146,7 +146,7 @@ def project(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(prepared / "topics.txt", root / name / "topics.txt")
     for name in RECIPES:
         shrink(root / "configs" / name)
-    write_tasks(root)
+    write_tasks(root, train=32, dev=16)
     return root
 
 
