@@ -45,7 +45,7 @@ from data_pipeline.config import check
 from pretrain.model_card import project_version
 from pretrain.models.cpu import cpu_supports
 
-PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a frozen model's head
+PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a frozen model's head
 TITLES = {"pretrained": "pretrained", "random": "random weights", "bow": "bag of words"}
 Search = dict[tuple[float, int], Run]  # (setting, seed) -> what came of it
 
