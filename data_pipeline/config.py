@@ -41,9 +41,6 @@ class DatasetConfig:
     """Column that holds a document."""
 
 
-LAYOUTS = ("auto", "blank_line", "line", "file", "jsonl", "csv", "tsv", "parquet", "arrow")
-
-
 @dataclass
 class SourceConfig:
     builtin: str | None = None
@@ -80,7 +77,6 @@ class SourceConfig:
         are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
         check(are_names, f"{key}.files is {self.files!r}; it can be a file or a list of files")
         check(self.builtin in (None, "python-docs"), f"{key}.builtin {self.builtin!r}: python-docs")
-        check_choice(f"{key}.layout", self.layout, LAYOUTS)
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         is_path = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*").fullmatch
         check(

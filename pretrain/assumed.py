@@ -21,12 +21,13 @@ from data_pipeline.corpus.readers import (
     CHUNK_BYTES,
     FileChunk,
     Rejects,
+    find_layouts,
+    is_costly,
     layout_by_name,
     list_files,
     name_source,
     read_documents,
 )
-from data_pipeline.corpus.selection import COSTLY, SLOW
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from data_pipeline.vocabulary.existing import read_existing
 from data_pipeline.vocabulary.training import (
@@ -202,7 +203,7 @@ def measure_files(corpus: CorpusConfig, vocab: VocabConfig, vocab_size: int) -> 
             size.tokens += text * density
             size.stored_tokens += text * density * source.weight
             size.file_chunks += 1 if suffix in UNPACKED else -(-on_disk // CHUNK_BYTES)
-            if is_compared(corpus) and (suffix in SLOW or layout_by_name(path) in COSTLY):
+            if is_compared(corpus) and is_costly(path, layout_by_name(path)):
                 size.copied_bytes += text
             file_bytes, text_bytes = file_bytes + on_disk, text_bytes + text
     unpacked = f", about {text_bytes / 1e6:,.1f} MB unpacked" if text_bytes > file_bytes else ""
@@ -231,9 +232,8 @@ def sample_text(paths: list[str], source: SourceConfig) -> str:
     """Read the start of some files of a source, with the readers of preparation."""
     taken = []
     chosen = paths[:: -(-len(paths) // SAMPLE_FILES)]
-    for path in chosen:
-        layout = layout_by_name(path) if source.layout == "auto" else source.layout
-        layout = "line" if layout in (None, "blank_line", "file") else layout
+    for path, layout in find_layouts(chosen, source).items():
+        layout = "line" if layout in ("blank_line", "file") else layout
         left = SAMPLE_CHARACTERS // len(chosen)
         for document in read_documents(FileChunk(path, layout), source, Rejects()):
             taken.append(document[:left])

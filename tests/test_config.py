@@ -118,7 +118,6 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
         ("seed=-1", r"seed -1 is not in \[0, 2\*\*63\)"),
         ("seed=9223372036854775808", "seed 9223372036854775808 is not in"),
         ("corpus.builtin=python-docs", "corpus needs exactly one of"),
-        ("corpus.layout=lines", "corpus.layout is 'lines'; it can be auto, blank_line, line"),
         ("corpus.errors=ignore", "corpus.errors is 'ignore'; it can be strict, replace"),
         ("corpus.encoding=utf-9", "corpus.encoding 'utf-9' is not one that Python knows"),
         ("corpus.encoding=undefined", "corpus.encoding 'undefined'"),  # raises UnicodeError

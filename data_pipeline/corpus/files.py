@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 from data_pipeline.common.errors import UserError
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BUFFER_BYTES = 1 << 20
 MARKS = {  # first bytes of files that users often give as text
     b"\xff\xfe\0\0": "encoding=utf-32",
@@ -64,6 +63,14 @@ class ZstdFile(io.RawIOBase):
         super().close()
 
 
+def open_zst(file: BinaryIO) -> BinaryIO:
+    return io.BufferedReader(ZstdFile(file), BUFFER_BYTES)
+
+
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst}
+SLOW = (".bz2", ".xz")  # several times as slow to decompress as it is to read a copy
+
+
 def open_file(path: str) -> BinaryIO:
     """Open a file without decompressing it; raises `UserError` if permission is denied."""
     try:
@@ -75,8 +82,6 @@ def open_file(path: str) -> BinaryIO:
 def open_bytes(path: str) -> BinaryIO:
     """Open a file for reading its decompressed bytes; only an uncompressed file can seek."""
     suffix, file = os.path.splitext(path)[1], open_file(path)
-    if suffix == ".zst":
-        return io.BufferedReader(ZstdFile(file), BUFFER_BYTES)
     return OPENERS[suffix](file) if suffix in OPENERS else file
 
 

@@ -2,7 +2,8 @@
 
 A corpus has one or several sources, which are divided into file chunks: a byte range of a file, a
 whole compressed file, or a shard of a dataset. A worker needs nothing else to read its documents,
-one `str` each, than the chunk and its source.
+one `str` each, than the chunk and its source. All that is known about a format is its row of
+`READERS`, at the end.
 """
 
 import codecs
@@ -11,26 +12,40 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from glob import escape, glob, has_magic
 from typing import BinaryIO
 
 import numpy as np
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, to_list
-from data_pipeline.corpus.files import OPENERS, guess, is_mostly_nul, open_bytes, open_file, read
+from data_pipeline.config import (
+    CorpusConfig,
+    DatasetConfig,
+    SourceConfig,
+    check_choice,
+    to_list,
+)
+from data_pipeline.corpus.files import (
+    OPENERS,
+    SLOW,
+    guess,
+    is_mostly_nul,
+    open_bytes,
+    open_file,
+    read,
+)
 
 CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
 READ_BYTES = 1 << 17  # bytes to decode at once: they fit the processor's cache
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
+LINE_END = re.compile(rb"\n")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 BLANK_LINES = re.compile(r"\n\s*\n")
-LAYOUTS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}  # by suffix
-LAYOUTS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow")}
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ class FileChunk:
     the `end` shards of a dataset."""
 
     path: str
-    layout: str  # blank_line, line, file, jsonl, csv, ..., dataset, python-docs
+    layout: str  # a key of `READERS`
     start: int = 0
     end: int | None = None
     version: str = ""  # `sample_hash` of the file, so that a changed file is read again
@@ -84,18 +99,26 @@ def list_source(source: SourceConfig) -> list[FileChunk]:
     if source.dataset:
         shards = getattr(open_dataset(source.dataset), "num_shards", 1)
         return [FileChunk(source.dataset.path, "dataset", i, shards) for i in range(shards)]
-    paths = list_files(to_list(source.files))
-    layouts = dict.fromkeys(paths, source.layout)
-    if source.layout == "auto":
-        texts = [path for path in paths if not layout_by_name(path)]
-        layouts = {path: layout_by_name(path) for path in paths}
-        layouts |= dict.fromkeys(texts, detect_layout(texts, source.encoding))
     chunks = []
-    for path, layout in layouts.items():
+    for path, layout in find_layouts(list_files(to_list(source.files)), source).items():
         size, version = os.path.getsize(path), sample_hash(path)
-        for start, end in byte_ranges(path, layout, size, source.encoding):
+        for start, end in cut_file(path, READERS[layout].boundary, size, source.encoding):
             chunks.append(FileChunk(path, layout, start, end, version))
     return chunks
+
+
+def find_layouts(paths: list[str], source: SourceConfig) -> dict[str, str]:
+    """Find the layout of each file: the configured one, that of its suffix, or the one detected.
+
+    Raises `UserError` if the configured layout is not one of files.
+    """
+    layouts = [name for name, reader in READERS.items() if reader.is_file]
+    check_choice("corpus.layout", source.layout, ("auto", *layouts))
+    if source.layout != "auto":
+        return dict.fromkeys(paths, source.layout)
+    found = {path: layout_by_name(path) for path in paths}
+    texts = [path for path, layout in found.items() if not layout]
+    return found | dict.fromkeys(texts, detect_layout(texts, source.encoding))
 
 
 def name_source(source: SourceConfig) -> str:
@@ -157,8 +180,17 @@ def list_saved(folder: str) -> list[str]:
 def layout_by_name(path: str) -> str | None:
     """Tell a file's layout (`jsonl`, `csv`, ...) from its suffix; None for text."""
     name, suffix = os.path.splitext(path)
-    packed = suffix in (*OPENERS, ".zst")
-    return LAYOUTS.get(os.path.splitext(name)[1] if packed else suffix)
+    if suffix in OPENERS:
+        suffix = os.path.splitext(name)[1]
+    return next((name for name, reader in READERS.items() if suffix in reader.suffixes), None)
+
+
+def is_costly(path: str, layout: str | None) -> bool:
+    """Tell whether a copy of its text is much faster to read than a file of a layout itself.
+
+    layout: None for text.
+    """
+    return path.endswith(SLOW) or layout is not None and READERS[layout].is_costly
 
 
 def detect_layout(paths: list[str], encoding: str) -> str:
@@ -176,16 +208,18 @@ def detect_layout(paths: list[str], encoding: str) -> str:
     return "file" if len(paths) > 1 else "line"
 
 
-def byte_ranges(path: str, layout: str, size: int, encoding: str) -> list[tuple[int, int | None]]:
-    """Divide a file into ranges of about `CHUNK_BYTES` that end between documents.
+def cut_file(
+    path: str, boundary: re.Pattern | None, size: int, encoding: str
+) -> list[tuple[int, int | None]]:
+    """Cut a file into byte ranges of about `CHUNK_BYTES` that end between documents.
 
-    Returns the single range (0, None) for a small file and for one that cannot be divided.
+    boundary: matches the bytes between two documents; None if the file cannot be cut.
+    Returns the single range (0, None) for a small file and for one that cannot be cut.
     """
-    whole = os.path.splitext(path)[1] in (*OPENERS, ".zst")
-    whole |= layout not in ("blank_line", "line", "jsonl")
-    if whole or size <= CHUNK_BYTES or "\n".encode(encoding) != b"\n":  # UTF-16: wider line ends
+    is_packed = os.path.splitext(path)[1] in OPENERS
+    is_wide = "\n".encode(encoding) != b"\n"  # UTF-16 and the like: other line ends
+    if boundary is None or is_packed or is_wide or size <= CHUNK_BYTES:
         return [(0, None)]
-    boundary = BLANK_LINE if layout == "blank_line" else re.compile(rb"\n")
     cuts = [0]
     with open(path, "rb") as file:
         while (cut := next_match(file, cuts[-1] + CHUNK_BYTES, boundary)) is not None:
@@ -207,37 +241,6 @@ def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
 
 
 # ---------------------------------------------------------------------------------- reading
-
-
-def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
-    """Yield the documents of a file chunk, one non-empty `str` each, with a paragraph per line.
-
-    Raises `UserError` with file and byte offset for bytes that are not text.
-    """
-    if chunk.layout == "python-docs":
-        from data_pipeline.corpus.python_docs import read_python_docs
-
-        documents = read_python_docs()
-    elif chunk.layout == "dataset":
-        documents = read_dataset(chunk, source.dataset, "corpus.dataset.text_column")
-    elif chunk.layout in ("parquet", "arrow"):
-        rows = DatasetConfig(chunk.layout, None, "train", escape(chunk.path), source.text_field)
-        documents = read_dataset(chunk, rows, "corpus.text_field")
-    elif chunk.layout == "jsonl":
-        documents = read_jsonl(chunk, source)
-    elif chunk.layout in ("csv", "tsv"):
-        documents = read_table(chunk, source)
-    elif chunk.layout == "file":
-        documents = ["".join(read_text(chunk, source))]
-    elif chunk.layout == "line":
-        documents = read_lines(chunk, source)
-    else:
-        documents = read_blank_line_documents(chunk, source)
-    for document in documents:
-        if document.strip():
-            yield document
-        elif chunk.layout not in ("line", "blank_line"):
-            rejects.add("empty")
 
 
 def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
@@ -326,9 +329,21 @@ def read_lines(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
         yield from lines[:-1].split("\n")
 
 
+def read_line_documents(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    return filter(str.strip, read_lines(chunk, source))
+
+
+def read_whole_file(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    yield "".join(read_text(chunk, source))
+
+
 def read_blank_line_documents(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    return filter(str.strip, split_at_blank_lines(read_whole_lines(chunk, source)))
+
+
+def split_at_blank_lines(blocks: Iterator[str]) -> Iterator[str]:
     document: list[str] = []
-    for lines in read_whole_lines(chunk, source):
+    for lines in blocks:
         first, *others = BLANK_LINES.split("\n" + lines)  # a match starts with a line end
         document.append(first[1:])
         for other in others:
@@ -357,15 +372,15 @@ def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
         yield one_document(text)
 
 
-def read_table(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
-    """Yield the `text_field` column of a CSV (RFC 4180) or TSV (IANA: no quotes) file.
+def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[str]:
+    """Yield the `text_field` column of a table, whose first row is the header.
 
-    The first row is the header. Raises `UserError` for a malformed row or a missing column.
+    dialect: what differs from CSV (RFC 4180), as arguments of `csv.reader`.
+    Raises `UserError` for a malformed row or a missing column.
     """
     csv.field_size_limit(1 << 30)
     lines = (f"{line}\n" for line in read_lines(chunk, source))
-    format = {"csv": {}, "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}[chunk.layout]
-    rows = csv.reader(lines, strict=True, **format)
+    rows = csv.reader(lines, strict=True, **dialect)
     try:
         header = next(rows, [])
         if source.text_field not in header:
@@ -429,6 +444,64 @@ def read_dataset(chunk: FileChunk, wanted: DatasetConfig, key: str) -> Iterator[
         raise
     except Exception as error:  # many types again: a damaged file, a lost connection
         raise UserError(f"{chunk.path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def read_shard(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    return read_dataset(chunk, source.dataset, "corpus.dataset.text_column")
+
+
+def read_columns(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    rows = DatasetConfig(chunk.layout, None, "train", escape(chunk.path), source.text_field)
+    return read_dataset(chunk, rows, "corpus.text_field")
+
+
+def read_builtin(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    from data_pipeline.corpus.python_docs import read_python_docs
+
+    return read_python_docs()
+
+
+# ---------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What is known about a layout: a row of `READERS`."""
+
+    read: Callable[[FileChunk, SourceConfig], Iterator[str]]  # yields one str a document
+    suffixes: tuple[str, ...] = ()  # names of its files end so, before that of a compression
+    boundary: re.Pattern | None = None  # bytes to cut a large file after; None: it is read whole
+    is_costly: bool = False  # reading again takes several times as long as reading a copy
+    is_compressed: bool = False  # its files hold compressed text
+    is_file: bool = True  # whether `corpus.layout` can name it
+
+
+READERS = {
+    "blank_line": Reader(read_blank_line_documents, boundary=BLANK_LINE),
+    "line": Reader(read_line_documents, boundary=LINE_END),
+    "file": Reader(read_whole_file),
+    "jsonl": Reader(read_jsonl, (".jsonl", ".ndjson", ".json"), boundary=LINE_END),
+    "csv": Reader(read_table, (".csv",), is_costly=True),
+    "tsv": Reader(  # IANA: no quotes
+        partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE), (".tsv",), is_costly=True
+    ),
+    "parquet": Reader(read_columns, (".parquet",), is_costly=True, is_compressed=True),
+    "arrow": Reader(read_columns, (".arrow",), is_costly=True),
+    "dataset": Reader(read_shard, is_costly=True, is_file=False),
+    "python-docs": Reader(read_builtin, is_costly=True, is_file=False),
+}
+
+
+def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
+    """Yield the documents of a file chunk, one non-empty `str` each, with a paragraph per line.
+
+    Raises `UserError` with file and byte offset for bytes that are not text.
+    """
+    for document in READERS[chunk.layout].read(chunk, source):
+        if document.strip():
+            yield document
+        else:
+            rejects.add("empty")
 
 
 def text_hash(data: bytes) -> int:

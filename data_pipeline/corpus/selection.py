@@ -29,13 +29,19 @@ import numpy as np
 
 from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
-from data_pipeline.corpus.readers import BLOCK_BYTES, FileChunk, Rejects, read_documents, text_hash
+from data_pipeline.corpus.files import OPENERS
+from data_pipeline.corpus.readers import (
+    BLOCK_BYTES,
+    READERS,
+    FileChunk,
+    Rejects,
+    is_costly,
+    read_documents,
+    text_hash,
+)
 
 MIN_DEDUP_CHARS = 100  # shorter paragraphs may recur by chance, and are kept
 MERGED = 1 << 24  # hashes to compare at a time, in about 500 MB
-# reading these layouts and files again takes several times as long as reading a copy of their text
-COSTLY = ("dataset", "python-docs", "parquet", "arrow", "csv", "tsv")
-SLOW = (".bz2", ".xz")
 KINDS = ("documents", "paragraphs")
 ALL = 2**64  # greater than every hash
 # Documents and characters to hold out at least, at 6 characters per token. With a vocabulary
@@ -44,7 +50,7 @@ ALL = 2**64  # greater than every hash
 LEAST = np.array([HELD_OUT_DOCUMENTS, 6 * HELD_OUT_TOKENS])
 # so many held-out bytes are enough documents even if these are books (1 MB each)
 SURE_BYTES = HELD_OUT_DOCUMENTS << 20
-PACKED, EXPANSION = (".gz", ".bz2", ".xz", ".zst", ".parquet"), 4  # assumed compression ratio
+EXPANSION = 4  # assumed ratio of compression
 
 
 def needs_selection(corpus: CorpusConfig, chunks: list[FileChunk]) -> bool:
@@ -60,7 +66,11 @@ def count_bytes(chunks: list[FileChunk]) -> float:
     """Estimate the bytes of text in the corpus; infinite with a dataset, whose size is unknown."""
     if any(chunk.layout == "dataset" for chunk in chunks):
         return math.inf
-    return sum(p.size * (EXPANSION if p.path.endswith(PACKED) else 1) for p in chunks)
+    return sum(chunk.size * (EXPANSION if is_compressed(chunk) else 1) for chunk in chunks)
+
+
+def is_compressed(chunk: FileChunk) -> bool:
+    return READERS[chunk.layout].is_compressed or chunk.path.endswith(tuple(OPENERS))
 
 
 def hash_chunk(chunk: FileChunk, out: Path, source: SourceConfig) -> None:
@@ -68,12 +78,12 @@ def hash_chunk(chunk: FileChunk, out: Path, source: SourceConfig) -> None:
 
     Files: `documents.npy` and `paragraphs.npy` (uint64, sorted hashes), `characters.npy` (int64,
     length of each document in the same order), `rejects.json`, and `text`, the documents
-    themselves, if the chunk is `COSTLY` or `SLOW`. Memory: 8 bytes per hash or length.
+    themselves, if the chunk `is_costly`. Memory: 8 bytes per hash or length.
     """
     hashes, characters, rejects = {kind: bytearray() for kind in KINDS}, array("q"), Rejects()
     with atomic_folder(out) as folder:
         documents = read_documents(chunk, source, rejects)
-        if chunk.layout in COSTLY or chunk.path.endswith(SLOW):
+        if is_costly(chunk.path, chunk.layout):
             documents = keep(documents, folder)
         for document in documents:
             add_hash(hashes["documents"], document)
@@ -173,7 +183,7 @@ def read_earlier(folder: Path, i: int, kind: str) -> np.ndarray:
 # ---------------------------------------------------------------------------------- held out
 
 
-def share_limit(fraction: float) -> int:
+def hash_limit(fraction: float) -> int:
     """Compute the limit below which a fraction of all possible hashes lies."""
     return math.ceil(fraction * ALL)
 
@@ -186,7 +196,7 @@ def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
     Less than `LEAST` may remain if a weight below 1 samples the held-out documents, or if repeated
     paragraphs are dropped from them.
     """
-    configured, total = share_limit(corpus.held_out_fraction), np.zeros(2, np.int64)
+    configured, total = hash_limit(corpus.held_out_fraction), np.zeros(2, np.int64)
     hashes, sizes = np.zeros(0, np.uint64), np.zeros((0, 2), np.int64)
     for i, folder in enumerate(hashed if configured else ()):
         new, characters = (np.load(folder / f"{name}.npy") for name in ("documents", "characters"))
@@ -219,12 +229,13 @@ def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
 
 @dataclass
 class HashQuota:
-    """Takes the documents with the lowest hashes: all below `limit`, and `ties` equal to it."""
+    """Has places for the lowest hashes: for all below `limit`, and for `ties` equal to it."""
 
     limit: int = 0
     ties: int = 0
 
-    def takes(self, number: int) -> bool:
+    def claim_place(self, number: int) -> bool:
+        """Take a place for a hash, if there is one; those of ties are used up."""
         if number == self.limit and self.ties:
             self.ties -= 1
             return True
@@ -248,7 +259,9 @@ def lowest(chunks: list[np.ndarray], n: int) -> list[HashQuota]:
     return quotas
 
 
-def share_pieces(documents: list[np.ndarray], weight: float, limit: int) -> list[list[HashQuota]]:
+def choose_extra_copies(
+    documents: list[np.ndarray], weight: float, limit: int
+) -> list[list[HashQuota]]:
     """Choose the documents of a source that get one copy more than floor(weight).
 
     documents: hashes of the documents of each chunk. limit: those with a lower hash are held out.
@@ -284,7 +297,8 @@ class Selection:
             self.repeated[kind] = set(own[1:][own[1:] == own[:-1]].tolist())
             self.seen[kind] = set(read_earlier(self.earlier, self.number, kind).tolist())
 
-    def is_duplicate(self, kind: str, number: int) -> bool:
+    def record(self, kind: str, number: int) -> bool:
+        """Record the hash of a text; tells whether it was there before, which makes it a copy."""
         if number in self.seen[kind]:
             return True
         if number in self.repeated[kind]:
@@ -298,7 +312,7 @@ class Selection:
         Returns the remaining text and the number of copies; ("", 0) for a duplicate.
         """
         if self.earlier:
-            if self.is_duplicate("documents", number):
+            if self.record("documents", number):
                 rejects.add("duplicate")
                 return "", 0
             document = self.drop_paragraphs(document, rejects)
@@ -308,7 +322,7 @@ class Selection:
         if held_out:
             copies = min(1, copies)
         if self.quotas and not (held_out and copies):
-            copies += self.quotas[held_out].takes(number)
+            copies += self.quotas[held_out].claim_place(number)
         if not copies:
             rejects.add("not sampled")
         return document, copies
@@ -317,11 +331,7 @@ class Selection:
         if not (self.seen["paragraphs"] or self.repeated["paragraphs"]):
             return document
         lines = document.split("\n")
-        kept = [
-            line
-            for line in lines
-            if not (len(line) >= MIN_DEDUP_CHARS and self.is_repeated_line(line))
-        ]
+        kept = [line for line in lines if len(line) < MIN_DEDUP_CHARS or not self.record_line(line)]
         if len(kept) == len(lines):
             return document
         if not any(map(str.strip, kept)):
@@ -330,10 +340,8 @@ class Selection:
         rejects.add("duplicate paragraphs", len(lines) - len(kept))
         return "\n".join(kept)
 
-    def is_repeated_line(self, line: str) -> bool:
-        if len(line) < MIN_DEDUP_CHARS:
-            return False
-        return self.is_duplicate("paragraphs", text_hash(line.encode("utf-8", "replace")))
+    def record_line(self, line: str) -> bool:
+        return self.record("paragraphs", text_hash(line.encode("utf-8", "replace")))
 
 
 def select(
@@ -346,7 +354,7 @@ def select(
     """
     sources, is_needed = corpus.each_source(), needs_selection(corpus, chunks)
     limit = (
-        find_limit(corpus, hashed, earlier) if is_needed else share_limit(corpus.held_out_fraction)
+        find_limit(corpus, hashed, earlier) if is_needed else hash_limit(corpus.held_out_fraction)
     )
     chosen = [Selection(sources[chunk.source].weight, limit) for chunk in chunks]
     if not is_needed:
@@ -364,7 +372,7 @@ def select(
                 if corpus.deduplicate:
                     hashes = np.setdiff1d(hashes, read_earlier(earlier, i, "documents"))
                 documents.append(hashes)
-            quotas = share_pieces(documents, source.weight, limit)
+            quotas = choose_extra_copies(documents, source.weight, limit)
             for i, quota in zip(own, quotas, strict=True):
                 chosen[i].quotas = quota
     return chosen

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DatasetConfig
 from data_pipeline.corpus import readers as corpus
-from data_pipeline.corpus.selection import share_limit
+from data_pipeline.corpus.selection import hash_limit
 
 FEW = settings(max_examples=150, deadline=None)
 TEXT = "First paragraph.\nSecond, with é and 中文.\n\nAnother document.\n \t\nA third 🐎.\n"
@@ -391,7 +391,7 @@ def test_a_dataset_that_cannot_be_had_says_why(tmp_path: Path):
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5])
 def test_about_the_share_that_was_asked_is_held_out(share: float):
     n = 20_000
-    found = sum(corpus.text_hash(b"document %d" % i) < share_limit(share) for i in range(n))
+    found = sum(corpus.text_hash(b"document %d" % i) < hash_limit(share) for i in range(n))
     assert abs(found - n * share) <= 4 * sqrt(n * share * (1 - share))
 
 
@@ -399,4 +399,4 @@ def test_about_the_share_that_was_asked_is_held_out(share: float):
 @given(st.binary(), st.floats(0, 0.999), st.floats(0, 0.999))
 def test_a_larger_share_holds_what_a_smaller_one_does(document: bytes, one: float, other: float):
     (small, large), number = sorted([one, other]), corpus.text_hash(document)
-    assert (number < share_limit(small)) <= (number < share_limit(large))
+    assert (number < hash_limit(small)) <= (number < hash_limit(large))

@@ -35,8 +35,8 @@ from data_pipeline.corpus.selection import (
     count_bytes,
     find_earlier,
     find_limit,
+    hash_limit,
     needs_selection,
-    share_limit,
 )
 from data_pipeline.report import page as report
 from data_pipeline.report.audit import decode
@@ -112,7 +112,7 @@ def lowest_of(documents: list[str], number: int) -> set[int]:
 
 def test_486_documents_at_1_percent_hold_out_50_and_20000_tokens(tmp_path: Path, capsys) -> None:
     documents = write_documents(486, 3000)
-    assert sum(text_hash(d.encode()) < share_limit(0.01) for d in documents) < 10
+    assert sum(text_hash(d.encode()) < hash_limit(0.01) for d in documents) < 10
     manifest, held_out = prepared_of(documents, tmp_path)
     assert held_out == lowest_of(documents, 50)
     assert manifest["held_out"]["documents"] == 50 and manifest["train"]["documents"] == 436
@@ -327,7 +327,7 @@ def test_a_large_corpus_that_keeps_duplicates_is_read_once(texts, tmp_path: Path
     ):
         prepare(config, workers=1)
     documents = [d for file in texts for d in Path(file).read_text().split("\n\n")]
-    share = [d for d in documents if text_hash(d.encode()) < share_limit(0.01)]
+    share = [d for d in documents if text_hash(d.encode()) < hash_limit(0.01)]
     assert len(held_out_of(tmp_path)) == len(share)
 
 
@@ -358,7 +358,7 @@ def test_a_large_corpus_is_judged_by_its_first_pieces(tmp_path: Path) -> None:
         np.save(tmp_path / f"{i}/characters.npy", np.full(10_000, 2000))
     hashed = [tmp_path / "0", tmp_path / "1", tmp_path / "never read"]
     corpus = CorpusConfig(deduplicate=False, held_out_fraction=0.01)
-    assert find_limit(corpus, hashed, tmp_path) == share_limit(0.01)
+    assert find_limit(corpus, hashed, tmp_path) == hash_limit(0.01)
 
 
 def test_work_of_a_version_without_a_least_size_is_made_again(texts, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 what is not text is named with the way out."""
 
 import csv
+import gzip
 import io
 import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from math import floor
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from data_pipeline.config import (
     load_config,
 )
 from data_pipeline.corpus import readers as corpus
-from data_pipeline.corpus.selection import share_limit, share_pieces
+from data_pipeline.corpus.selection import choose_extra_copies, hash_limit
 from data_pipeline.sampling.pairs import number_texts
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 
@@ -124,6 +126,35 @@ def test_a_saved_dataset_of_several_splits_asks_for_one(tmp_path: Path):
     assert read_all(CorpusConfig(files=str(tmp_path / "d/train"))) == ["a"]
 
 
+def read_paragraphs(chunk: corpus.FileChunk, source: SourceConfig) -> Iterator[str]:
+    """A made-up format: `%%` on a line of its own ends a document."""
+    yield from "".join(corpus.read_text(chunk, source)).removesuffix("\n%%\n").split("\n%%\n")
+
+
+def test_a_format_is_added_by_a_row_of_the_table(tmp_path: Path, monkeypatch, capsys):
+    row = corpus.Reader(read_paragraphs, (".pars",), re.compile(rb"\n%%\n"), is_costly=True)
+    monkeypatch.setitem(corpus.READERS, "paragraphs", row)
+    texts = [f"This is text {i}.\nIt has two sentences." for i in range(100)]
+    file = tmp_path / "a.pars.gz"
+    file.write_bytes(gzip.compress("\n%%\n".join([*texts, " "]).encode()))
+    plain = tmp_path / "b.txt"
+    plain.write_text("\n%%\n".join(text.replace("text", "string") for text in texts))
+    sources = [SourceConfig(files=str(file)), SourceConfig(files=str(plain), layout="paragraphs")]
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 500)
+    config = CorpusConfig(sources=sources)
+    assert len(corpus.list_file_chunks(config)) > 5  # the compressed file, and ranges of the other
+    assert read_all(config) == [
+        text.replace("text", w) for w in ("text", "string") for text in texts
+    ]
+    prepare(
+        DataConfig(data_dir=str(tmp_path / "data"), corpus=config, vocab=VocabConfig(size=48)), 1
+    )
+    printed = capsys.readouterr().out
+    assert "a.pars.gz (layout paragraphs, weight 1): " in printed and "1 empty" in printed
+    with pytest.raises(UserError, match="corpus.layout is 'pars'; it can be auto, .*, paragraphs"):
+        read_all(CorpusConfig(files=str(plain), layout="pars"))
+
+
 # ---------------------------------------------------------------------------------- not UTF-8
 
 
@@ -214,7 +245,7 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
     prepare(config_of(tmp_path, sources, deduplicate=deduplicate), workers=1)
     train, held_out = (numbers_of(tmp_path / "data", split) for split in ("train", "held_out"))
     hashes = [corpus.text_hash(document(i).encode()) for i in range(240)]
-    is_held_out = [number < share_limit(0.3) for number in hashes]
+    is_held_out = [number < hash_limit(0.3) for number in hashes]
     n = is_held_out[:101].count(False)
     assert sum(times for i, times in train.items() if i < 200) == floor(weight * n + 0.5)
     assert {times for i, times in train.items() if i < 200} <= {floor(weight), floor(weight) + 1}
@@ -239,12 +270,12 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
 )
 def test_shares_of_pieces_add_up_whatever_the_ties(pieces, weight: float, held_out: float):
     arrays = [np.sort(np.array(piece, np.uint64)) for piece in pieces]
-    shares = share_pieces(arrays, weight, share_limit(held_out))
+    shares = choose_extra_copies(arrays, weight, hash_limit(held_out))
     taken: list[list[int]] = [[], []]
     for piece, both in zip(pieces, shares, strict=True):
         for number in piece:
             kind = number < held_out * 2**64
-            if both[kind].takes(number):
+            if both[kind].claim_place(number):
                 taken[kind].append(number)
     for kind in (0, 1):
         of_kind = sorted(n for piece in pieces for n in piece if (n < held_out * 2**64) == kind)
