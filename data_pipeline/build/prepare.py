@@ -1,10 +1,10 @@
 """Prepare a corpus: vocabulary and token store from raw text, in parallel stages.
 
-    comparing   hash the documents of each file chunk, to find duplicates (only where needed)
-    reading     select documents, split them into sentences, and number their words
-                -> train the vocabulary on the word counts
-    encoding    replace word numbers by token ids
-                -> assemble the token store
+    stage       its tasks, one per file chunk                         then, in one process
+    comparing   hash the documents (only where needed)                find duplicates
+    reading     select documents, split them into sentences, and      train the vocabulary on the
+                number their words                                    word counts
+    encoding    replace word numbers by token ids                     assemble the token store
 
 A task of a stage is a pure function from a file chunk to an atomic folder in `data_dir/work`. So a
 command that was stopped continues where it was, and the result depends neither on the number of
@@ -16,8 +16,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from data_pipeline.build.assemble import (
@@ -45,16 +45,15 @@ from data_pipeline.common.folders import (
     remove_entries,
 )
 from data_pipeline.common.system import count_cpus
-from data_pipeline.config import PROBES_FILE, CorpusConfig, DataConfig, VocabConfig, to_list
+from data_pipeline.config import PROBES_FILE, DataConfig, to_list
 from data_pipeline.corpus.readers import FileChunk, left_out, list_file_chunks, name_source
 from data_pipeline.corpus.selection import (
-    Selection,
     find_earlier,
     hash_chunk,
     needs_selection,
     select,
 )
-from data_pipeline.sampling.token_store import read_manifest, read_vocabulary
+from data_pipeline.sampling.token_store import Vocabulary, read_manifest, read_vocabulary
 from data_pipeline.vocabulary.coverage import print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import make_vocabulary, read_existing
 from data_pipeline.vocabulary.training import write_tokenizer
@@ -85,86 +84,215 @@ def prepare(
     assembles the store.
     Raises `UserError` if `data_dir` was built from another corpus or with other settings.
     """
-    data_dir = Path(config.data_dir).absolute()
-    work_dir = data_dir / "work"
-    chunks, existing = list_file_chunks(config.corpus), read_existing(config.vocab)
-    settings = store_settings(config.corpus, config.vocab, chunks, existing)
-    key = settings_key(settings | {"work": 3})  # version 2 did not count the bytes of a split
-    probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
-    pairs = read_pairs(named, probes.pairs_per_paradigm) if named else []
-    claim_folder(data_dir, DATA_FILES, "data_dir", is_data)
-    older_key = key_of_schema_1(config.corpus, config.vocab, chunks, existing)
-    if is_prepared(data_dir, settings, older_key):
-        remove_entries(work_dir, is_work)  # a killed command may have left some
-        print(f"store: {data_dir / 'store'} is there already")
-        warn_held_out(read_manifest(data_dir / "store"))
-        if pairs or probes.sentences:
-            write_probes(data_dir, probes, pairs)
+    work = Work(config)
+    claim_folder(work.data_dir, DATA_FILES, "data_dir", is_data)
+    if is_prepared(work):
+        remove_entries(work.folder, is_work)  # a killed command may have left some
+        print(f"store: {work.data_dir / 'store'} is there already")
+        warn_held_out(read_manifest(work.data_dir / "store"))
+        encode_probes(work)
         return
-    run = partial(
-        run_stage,
-        workers=workers or count_cpus(),
-        cluster=cluster,
-        array_task=array_task,
-        finish=finish,
-    )
     for source in config.corpus.each_source():  # fail early if a plug-in cannot be imported
         sentence_splitter(source.language, source.sentence_splitter)
         load_segmenter(source.word_segmenter)
-    with lock_folder(data_dir, shared=array_task is not None):
-        if array_task is None:
-            remove_others(work_dir, key)
-
-        name = key[:16]
-        scans = [work_dir / f"{name}-scan-{i:05d}" for i in range(len(chunks))]
-        vocab_dir = work_dir / f"{name}-vocab"
-        if not vocab_dir.exists():
-            # comparing: deduplicate, hold out and apply source weights
-            hashed = [work_dir / f"{name}-hashes-{i:05d}" for i in range(len(chunks))]
-            earlier = work_dir / f"{name}-earlier"
-            if needs_selection(config.corpus, chunks) and not earlier.exists():
-                run("comparing", hash_chunk, hash_tasks(chunks, hashed, config.corpus))
-                if array_task:
-                    print("compared; when all array tasks have, run this command with --finish")
-                    return
-                find_earlier(hashed, earlier)
-                if finish:
-                    print("next: run the array again to read the text, then --finish")
-                    return
-            selected = select(config.corpus, chunks, hashed, earlier)
-
-            # reading: text -> numbered words
-            run("reading", scan_chunk, scan_tasks(chunks, scans, config, selected))
-            if array_task:
-                print("read; when all array tasks have, run this command with --finish")
-                return
-            check_corpus(read_stats(scans), config, chunks)
-            write_vocabulary(scans, vocab_dir, config, existing)
-            if finish:
-                print("next: run the array again to encode the words, then --finish")
-                return
-        stats = read_stats(scans)
-
-        # encoding: numbered words -> token ids; shards of another vocabulary have other names
-        vocabulary = read_vocabulary(vocab_dir)
-        if array_task is None:  # already, so that it can be inspected during encoding
-            install_files(vocab_dir, data_dir / "vocab")
-        name += "-" + vocabulary.sha256[:16]
-        shards = [work_dir / f"{name}-shard-{i:05d}" for i in range(len(scans))]
-        run("encoding", encode_scan, encode_tasks(scans, shards, stats, vocab_dir, config.vocab))
+    run = partial(run_tasks, workers=workers or count_cpus(), cluster=cluster)
+    with lock_folder(work.data_dir, shared=array_task is not None):
+        stages = [stage for stage in STAGES if not stage.is_complete(work)]
         if array_task:
-            print("encoded; when all array tasks have, run this command with --finish")
+            run_array_task(stages[0], work, array_task, run)
             return
+        remove_others(work)
+        if finish:
+            finish_stage(stages[0], work)
+        else:
+            run_stages(stages, work, run)
 
-        sources = describe_sources(config.corpus, chunks, stats, shards)
-        manifest = assemble_store(
-            shards, data_dir / "store", stats, sources, settings, vocabulary.sha256
+
+# ---------------------------------------------------------------------------------- three ways
+
+
+def run_stages(stages: list["Stage"], work: "Work", run: Callable[..., None]) -> None:
+    """Do all tasks that are still to be done, on this machine or a cluster, and join them."""
+    for stage in stages:
+        do_missing(stage, stage.plan(work), run)
+        stage.join(work)
+
+
+def run_array_task(
+    stage: "Stage", work: "Work", array_task: tuple[int, int], run: Callable[..., None]
+) -> None:
+    """Do the tasks i, i + n, ... of a stage that are still to be done; array_task: (i, n)."""
+    index, number = array_task
+    do_missing(stage, stage.plan(work)[index::number], run)
+    print(f"{stage.done}; when all array tasks have, run this command with --finish")
+
+
+def finish_stage(stage: "Stage", work: "Work") -> None:
+    """Join the results of a job array; raises `UserError` if any is missing."""
+    plan = stage.plan(work)
+    if missing := [task for out, task in plan if not out.exists()]:
+        raise UserError(
+            f"{len(missing)} of {len(plan)} file chunks are still to be done ({stage.verb}), the "
+            f"first is {missing[0].name}; run the array again, or run this command without --finish"
         )
-        remove_entries(work_dir, is_work)
+    stage.join(work)
+    if stage is not STAGES[-1]:
+        following = STAGES[STAGES.index(stage) + 1]
+        print(f"next: run the array again to {following.purpose}, then --finish")
+
+
+def do_missing(stage: "Stage", plan: "Plan", run: Callable[..., None]) -> None:
+    """Run the tasks of a plan whose result does not exist yet."""
+    missing = [task for out, task in plan if not out.exists()]
+    if missing:
+        done = sum(task.size for _, task in plan) - sum(task.size for task in missing)
+        run(stage.verb, missing, done=done)
+
+
+# ---------------------------------------------------------------------------------- three stages
+
+
+class Work:
+    """What the stages of one preparation share: a corpus, its settings and folders for results."""
+
+    def __init__(self, config: DataConfig):
+        self.config, self.corpus, self.vocab = config, config.corpus, config.vocab
+        self.data_dir = Path(config.data_dir).absolute()
+        self.folder = self.data_dir / "work"
+        self.chunks, self.existing = list_file_chunks(self.corpus), read_existing(self.vocab)
+        self.probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
+        self.pairs = read_pairs(named, self.probes.pairs_per_paradigm) if named else []
+        self.settings = store_settings(self.corpus, self.vocab, self.chunks, self.existing)
+        # versions 1 and 2 split or counted the text in another way
+        self.name = settings_key(self.settings | {"work": 3})[:16]
+        self.hashed, self.scans = self.results("hashes"), self.results("scan")
+        self.earlier = self.folder / f"{self.name}-earlier"
+        self.vocab_dir = self.folder / f"{self.name}-vocab"
+
+    def results(self, kind: str) -> list[Path]:
+        """Name the folder that the task of each file chunk writes."""
+        return [self.folder / f"{self.name}-{kind}-{i:05d}" for i in range(len(self.chunks))]
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return read_vocabulary(self.vocab_dir)
+
+    @cached_property
+    def shards(self) -> list[Path]:
+        """Name the encoded shards, which have other names for another vocabulary."""
+        return self.results(f"{self.vocabulary.sha256[:16]}-shard")
+
+    @cached_property
+    def stats(self) -> list[dict]:
+        return [json.loads((scan / "stats.json").read_text()) for scan in self.scans]
+
+
+Plan = list[tuple[Path, Task]]  # the tasks of a stage, each with the folder that it writes
+
+
+def is_compared(work: Work) -> bool:
+    return is_read(work) or work.earlier.exists() or not needs_selection(work.corpus, work.chunks)
+
+
+def plan_comparing(work: Work) -> Plan:
+    sources = work.corpus.each_source()
+    both = zip(work.chunks, work.hashed, strict=True)
+    return [chunk_task(hash_chunk, chunk, out, sources[chunk.source]) for chunk, out in both]
+
+
+def join_hashes(work: Work) -> None:
+    find_earlier(work.hashed, work.earlier)
+
+
+def is_read(work: Work) -> bool:
+    return work.vocab_dir.exists()
+
+
+def plan_reading(work: Work) -> Plan:
+    """Plan to read what deduplication, the held-out split and source weights select."""
+    selected = select(work.corpus, work.chunks, work.hashed, work.earlier)
+    return [
+        chunk_task(scan_chunk, chunk, scan, work.corpus, work.vocab, chosen)
+        for chunk, scan, chosen in zip(work.chunks, work.scans, selected, strict=True)
+    ]
+
+
+def join_words(work: Work) -> None:
+    """Train the vocabulary on the training words, and write and print how it fits held-out ones."""
+    check_corpus(work.stats, work.config, work.chunks)
+    counts, unseen = merge_counts(work.scans, "train"), merge_counts(work.scans, "held_out")
+    try:
+        pieces = make_vocabulary(counts, work.vocab, work.existing)
+    except UserError as error:
+        names = ", ".join(map(name_source, work.corpus.each_source()[:3]))
+        raise UserError(f"{names}: {error}") from None
+    report = report_vocabulary(pieces, len(work.existing), counts, unseen, work.vocab)
+    with atomic_folder(work.vocab_dir) as folder:
+        write_tokenizer(folder, pieces, work.vocab)
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
+    print_report(report)
+
+
+def plan_encoding(work: Work) -> Plan:
+    inputs = zip(work.scans, work.shards, work.stats, strict=True)
+    return [
+        (shard, Task(encode_scan, (scan, shard, work.vocab_dir, work.vocab), name, stats["bytes"]))
+        for i, (scan, shard, stats) in enumerate(inputs)
+        for name in [f"shard-{i:05d}"]
+    ]
+
+
+def join_shards(work: Work) -> None:
+    """Assemble the token store, and remove all other results."""
+    sources = describe_sources(work.corpus, work.chunks, work.stats, work.shards)
+    store_dir, vocab_sha256 = work.data_dir / "store", work.vocabulary.sha256
+    manifest = assemble_store(
+        work.shards, store_dir, work.stats, sources, work.settings, vocab_sha256
+    )
+    remove_entries(work.folder, is_work)
     print_store(manifest)
     warn_held_out(manifest)
-    if pairs or probes.sentences:
-        write_probes(data_dir, probes, pairs)
+    encode_probes(work)
+
+
+def encode_probes(work: Work) -> None:
+    """Encode the probes of `eval.probes`, if there are any."""
+    if work.pairs or work.probes.sentences:
+        write_probes(work.data_dir, work.probes, work.pairs)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of preparation: a row of `STAGES`. A job array does one at a time."""
+
+    verb: str  # of the progress bar
+    purpose: str  # what an array is run for
+    done: str  # what an array task says at its end
+    plan: Callable[[Work], Plan]
+    join: Callable[[Work], None]  # when all tasks are done: makes one result of theirs
+    is_complete: Callable[[Work], bool]
+
+
+STAGES = (
+    Stage("comparing", "compare it", "compared", plan_comparing, join_hashes, is_compared),
+    Stage("reading", "read the text", "read", plan_reading, join_words, is_read),
+    Stage(
+        "encoding", "encode the words", "encoded", plan_encoding, join_shards, lambda work: False
+    ),
+)
+
+
+def chunk_task(function: Callable, chunk: FileChunk, out: Path, *arguments) -> tuple[Path, Task]:
+    """Make the task of a function (chunk, out, *arguments); its size is in bytes."""
+    size, name = chunk.size, chunk.path
+    if chunk.version:  # a file, and not a dataset
+        chunk = replace(chunk, path=os.path.abspath(chunk.path))  # for workers in other folders
+        name += f" from byte {chunk.start:,}" if chunk.start else ""
+    return out, Task(function, (chunk, out, *arguments), f"{out.name[17:]} ({name})", size)
+
+
+# ---------------------------------------------------------------------------------- checks
 
 
 def is_data(data_dir: Path) -> bool:
@@ -178,116 +306,36 @@ def is_data(data_dir: Path) -> bool:
     return bool(entries) or (data_dir / "store/manifest.json").exists()
 
 
-def is_prepared(data_dir: Path, settings: dict, older_key: str) -> bool:
+def is_prepared(work: Work) -> bool:
     """Tell whether `data_dir` has a vocabulary and a store.
 
-    older_key: what a manifest of schema 1 has in place of settings.
     Raises `UserError` if they were built with other settings, and names the differences.
     """
-    store_dir = data_dir / "store"
+    store_dir = work.data_dir / "store"
     if not (store_dir / "manifest.json").exists():
         return False
     manifest = read_manifest(store_dir)
     if manifest["schema"] == 1:
-        different = [] if manifest["key"] == older_key else ["its version did not record which"]
+        key = key_of_schema_1(work.corpus, work.vocab, work.chunks, work.existing)
+        different = [] if manifest["key"] == key else ["its version did not record which"]
     else:
-        different = list_differences(manifest, settings)
+        different = list_differences(manifest, work.settings)
     if different:
         raise UserError(
-            f"{data_dir} was built from another corpus or with other settings of corpus or vocab "
-            f"({'; '.join(different)}); restore them, or choose another data_dir"
+            f"{work.data_dir} was built from another corpus or with other settings of corpus or "
+            f"vocab ({'; '.join(different)}); restore them, or choose another data_dir"
         )
-    return (data_dir / "vocab/vocab.txt").exists()
+    return (work.data_dir / "vocab/vocab.txt").exists()
 
 
-def run_stage(
-    verb: str,
-    function: Callable,
-    tasks: list[tuple[Path, Task]],
-    *,
-    workers: int,
-    cluster: str | None,
-    array_task: tuple[int, int] | None,
-    finish: bool,
-) -> None:
-    """Run the tasks of a stage whose result, a folder, does not exist yet.
-
-    Only the tasks of `array_task` if it is given. Raises `UserError` with `finish` if any result is
-    missing.
-    """
-    mine = tasks[array_task[0] :: array_task[1]] if array_task else tasks
-    missing = [task for out, task in mine if not out.exists()]
-    if finish and missing:
-        raise UserError(
-            f"{len(missing)} of {len(tasks)} pieces are still to be done ({verb}), the first is "
-            f"{missing[0].name}; run the array again, or run this command without --finish"
-        )
-    done = sum(task.size for _, task in mine) - sum(task.size for task in missing)
-    if missing:
-        run_tasks(verb, function, missing, workers, cluster, done)
-
-
-def chunk_task(chunk: FileChunk, out: Path, *arguments) -> tuple[Path, Task]:
-    """Make the task of a function (chunk, out, *arguments); its size is in bytes."""
-    size, name = chunk.size, chunk.path
-    if chunk.version:  # a file, and not a dataset
-        chunk = replace(chunk, path=os.path.abspath(chunk.path))  # for workers in other folders
-        name += f" from byte {chunk.start:,}" if chunk.start else ""
-    return out, Task((chunk, out, *arguments), f"{out.name[17:]} ({name})", size)
-
-
-def hash_tasks(
-    chunks: list[FileChunk], hashed: list[Path], corpus: CorpusConfig
-) -> list[tuple[Path, Task]]:
-    sources = corpus.each_source()
-    return [chunk_task(p, h, sources[p.source]) for p, h in zip(chunks, hashed, strict=True)]
-
-
-def scan_tasks(
-    chunks: list[FileChunk], scans: list[Path], config: DataConfig, selected: list[Selection]
-) -> list[tuple[Path, Task]]:
-    return [
-        chunk_task(chunk, scan, config.corpus, config.vocab, chosen)
-        for chunk, scan, chosen in zip(chunks, scans, selected, strict=True)
-    ]
-
-
-def encode_tasks(
-    scans: list[Path], shards: list[Path], stats: list[dict], vocab_dir: Path, vocab: VocabConfig
-) -> list[tuple[Path, Task]]:
-    return [
-        (shard, Task((scan, shard, vocab_dir, vocab), f"shard-{i:05d}", s["bytes"]))
-        for i, (scan, shard, s) in enumerate(zip(scans, shards, stats, strict=True))
-    ]
-
-
-def write_vocabulary(
-    scans: list[Path], vocab_dir: Path, config: DataConfig, existing: list[str]
-) -> None:
-    """Train the vocabulary on the training words, and write and print how it fits held-out ones."""
-    counts, unseen = merge_counts(scans, "train"), merge_counts(scans, "held_out")
-    try:
-        pieces = make_vocabulary(counts, config.vocab, existing)
-    except UserError as error:
-        names = ", ".join(map(name_source, config.corpus.each_source()[:3]))
-        raise UserError(f"{names}: {error}") from None
-    report = report_vocabulary(pieces, len(existing), counts, unseen, config.vocab)
-    with atomic_folder(vocab_dir) as folder:
-        write_tokenizer(folder, pieces, config.vocab)
-        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    print_report(report)
-
-
-def read_stats(scans: list[Path]) -> list[dict]:
-    return [json.loads((scan / "stats.json").read_text()) for scan in scans]
-
-
-def remove_others(work_dir: Path, key: str) -> None:
+def remove_others(work: Work) -> None:
     """Remove unfinished work of commands with other settings and of killed workers."""
-    if work_dir.is_dir():
+    if work.folder.is_dir():
         remove_entries(
-            work_dir,
-            lambda name: is_work(name) and (name.endswith(".tmp") or not name.startswith(key[:16])),
+            work.folder,
+            lambda name: (
+                is_work(name) and (name.endswith(".tmp") or not name.startswith(work.name))
+            ),
         )
 
 

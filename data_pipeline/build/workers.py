@@ -29,8 +29,9 @@ PATIENCE = 30  # timeout in seconds for connecting to the scheduler
 
 @dataclass(frozen=True)
 class Task:
-    """The arguments of one call; `name` is for messages, `size` for the progress bar."""
+    """One call of a function; `name` is for messages, `size` for the progress bar."""
 
+    function: Callable
     arguments: tuple
     name: str
     size: int = 1
@@ -38,13 +39,12 @@ class Task:
 
 def run_tasks(
     verb: str,
-    function: Callable,
     tasks: list[Task],
     workers: int,
     cluster: str | None = None,
     done: int = 0,
 ) -> None:
-    """Call `function(*task.arguments)` for each task.
+    """Call `function(*arguments)` of each task.
 
     workers: number of processes on this machine. cluster: address of a dask scheduler to use
     instead. done: bytes finished earlier, at which the progress bar starts.
@@ -61,14 +61,14 @@ def run_tasks(
         try:
             while True:
                 for task in islice(todo, window - len(running)):
-                    running[executor.submit(function, *task.arguments)] = task
+                    running[executor.submit(task.function, *task.arguments)] = task
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     future.result()
                     bar.update(running.pop(future).size)
                     finished += 1
-                    bar.set_postfix_str(f"{finished}/{len(tasks)} pieces")
+                    bar.set_postfix_str(f"{finished}/{len(tasks)} file chunks")
         except losses:
             lost = [running[future]] if cluster else running.values()
             raise UserError(

@@ -226,7 +226,7 @@ def kill_self() -> None:
 
 def test_a_worker_that_is_killed_is_an_error():
     with pytest.raises(UserError, match="a worker was killed while reading"):
-        run_tasks("reading", kill_self, [Task((), "a"), Task((), "b")], workers=2)
+        run_tasks("reading", [Task(kill_self, (), name) for name in "ab"], workers=2)
 
 
 def test_a_folder_is_there_when_all_of_it_is(tmp_path: Path):

@@ -20,14 +20,13 @@ from helpers import ROOT, contents
 import data_pipeline.build.prepare as module
 from data_pipeline.build import workers as processes
 from data_pipeline.build.assemble import verify
-from data_pipeline.build.prepare import prepare, scan_tasks
+from data_pipeline.build.prepare import chunk_task, prepare
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder, lock_folder
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.readers import FileChunk
-from data_pipeline.corpus.selection import Selection
 
 DEADLINE = 60  # seconds that anything here may take on a busy machine
 
@@ -137,7 +136,7 @@ def test_a_scheduler_that_goes_away_is_one_line(tmp_path: Path):
         url = json.loads(address.read_text())["address"]
         threading.Timer(1, scheduler.kill).start()
         with pytest.raises(UserError, match=f"the dask scheduler at {url} is gone"):
-            run_tasks("sleeping", time.sleep, [Task((600,), "a")], workers=1, cluster=url)
+            run_tasks("sleeping", [Task(time.sleep, (600,), "a")], workers=1, cluster=url)
     finally:
         scheduler.kill()
         scheduler.wait()
@@ -202,11 +201,11 @@ def test_an_array_task_touches_its_own_pieces_only(files, tmp_path: Path):
 def test_finish_says_what_is_missing_and_the_plain_command_does_it(files, finished, tmp_path: Path):
     config = config_of(files, tmp_path)
     prepare(config, workers=1, array_task=(1, 2))
-    with pytest.raises(UserError, match=r"2 of 4 pieces .*reading.*scan-00000 \(.*0\.txt\)"):
+    with pytest.raises(UserError, match=r"2 of 4 file chunks .*reading.*scan-00000 \(.*0\.txt\)"):
         prepare(config, workers=1, finish=True)
     prepare(config, workers=1, array_task=(0, 2))
     prepare(config, workers=1, finish=True)
-    with pytest.raises(UserError, match=r"4 of 4 pieces .*encoding.*shard-00000"):
+    with pytest.raises(UserError, match=r"4 of 4 file chunks .*encoding.*shard-00000"):
         prepare(config, workers=1, finish=True)
     prepare(config, workers=1)
     assert contents(tmp_path) == contents(finished)
@@ -285,7 +284,7 @@ def work(marker):
     time.sleep(600)
 
 if __name__ == "__main__":
-    run_tasks("sleeping", work, [Task((path,), path) for path in sys.argv[1:]], workers=2)
+    run_tasks("sleeping", [Task(work, (path,), path) for path in sys.argv[1:]], workers=2)
 """
 
 
@@ -358,13 +357,11 @@ def test_the_bar_counts_bytes_and_goes_on_where_it_was(tmp_path: Path, capsys, m
         FileChunk(str(tmp_path / "a.txt"), "line", 300, 1000, "v"),
         FileChunk(str(tmp_path / "b.txt.gz"), "line", version="v"),
     ]
-    tasks = scan_tasks(
-        pieces, [tmp_path / f"{'k' * 16}-{i}" for i in range(3)], DataConfig(), [Selection()] * 3
-    )
-    assert [t.size for _, t in tasks] == [300, 700, (tmp_path / "b.txt.gz").stat().st_size]
-    run_tasks("reading", len, [Task(("",), "a", 2000), Task(("",), "b", 1000)], 1, done=1000)
+    tasks = [chunk_task(len, piece, tmp_path / "out")[1] for piece in pieces]
+    assert [task.size for task in tasks] == [300, 700, (tmp_path / "b.txt.gz").stat().st_size]
+    run_tasks("reading", [Task(len, ("",), "a", 2000), Task(len, ("",), "b", 1000)], 1, done=1000)
     line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
-    assert "4.00k/4.00k" in line and "2/2 pieces" in line
+    assert "4.00k/4.00k" in line and "2/2 file chunks" in line
 
 
 # ---------------------------------------------------------------------------------- hashes
