@@ -106,7 +106,7 @@ def set_up(config: Config) -> Run:
         run_dir, fingerprint, settings.micro_batch_size, settings.extend, accelerator
     )
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # empty in a new run
-        source.part_sizes = sizes
+        source.recall_sizes(sizes)
 
     # model and optimizers
     bare = build_model(config, len(store.vocabulary))
@@ -230,7 +230,7 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
     for phase, source in zip(phases, sources, strict=True):
         source.part_size(0)
         if phase.start:
-            source.parts.clear()  # rebuilt when the phase starts; takes 3.3 bytes per token
+            source.free_pairs()  # drawn again when the phase starts; takes 3.3 bytes per token
     return sources
 
 

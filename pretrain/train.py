@@ -200,7 +200,7 @@ def read_steps(
         sizes = (phase.train.global_batch_size, phase.train.micro_batch_size)
         for step in range(max(start, phase.start), phase.end):
             yield source.step(step - phase.start, *sizes, rank, world_size)
-        source.parts.clear()  # the phase is over: free its data
+        source.free_pairs()  # the phase is over
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:

@@ -77,7 +77,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
 
     def build_and_load() -> int:
         build()
-        source.parts.clear()
+        source.free_pairs()
         return sum(len(batch.input_ids) for batch in batches(source, 32, None))
 
     def original() -> int:
@@ -160,7 +160,7 @@ def measure_loader(config: DataConfig, runs: int) -> None:
         source = BatchSource(store, PairsConfig(max_seq_length=length), 0)
 
         def plan(source: BatchSource = source) -> int:
-            source.parts.clear()
+            source.free_pairs()
             source.pairs(0)
             return len(store)
 

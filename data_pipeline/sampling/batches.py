@@ -22,6 +22,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
@@ -38,7 +39,7 @@ from data_pipeline.sampling.pairs import (
     deal_documents,
     draw_pairs,
 )
-from data_pipeline.sampling.token_store import StoreView, TokenStore, count_parts
+from data_pipeline.sampling.token_store import StoreView, TokenStore, Vocabulary, count_parts
 
 BLOCK_TOKENS = 1 << 16  # small batches are built together, up to this many tokens
 
@@ -112,29 +113,40 @@ class Batch:
 
 
 class BatchSource:
-    """Build the batches of a run from one split of a token store, for any step and rank."""
+    """Build the batches of a run from one split of a token store, for any step and rank.
 
-    def __init__(
-        self, store: TokenStore, data: PairsConfig, seed: int, part_sizes: list[int] | None = None
-    ):
+    Keeps three results that would take time to compute again, and gives the same batches without
+    them: the pairs drawn last (`drawn_parts`), the sizes of all epoch parts drawn so far
+    (`part_sizes`), and the sequences built last for `step` (`built`).
+    """
+
+    def __init__(self, store: TokenStore, data: PairsConfig, seed: int):
         self.store, self.data, self.seed = store, data, seed
         self.n_parts = count_parts(len(store))  # epoch parts in each epoch
         self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
         self.segments = cut_segments(store, self.max_tokens) if self.n_parts == 1 else None
-        self.part_sizes = list(part_sizes or [])  # a cache: examples in each part drawn so far
-        self.parts: dict[int, np.ndarray] = {}  # at most two: a step may end one and begin the next
-        self.built: tuple = (None, None)  # the last batch that `step` built: (its key, batch)
+        self.part_sizes: list[int] = []  # examples in each part
+        self.drawn_parts: dict[int, np.ndarray] = {}  # at most two: a step may need the next one
+        self.built: tuple[tuple, Batch] | None = None  # what the batch is for, and the batch
 
     def epoch_part(self, number: int) -> np.ndarray:
         """Return the pairs of an epoch part in the order of training, as a `PAIR` array.
 
         Parts are numbered through the run: epoch e has the parts `parts_of(e)`.
         """
-        if number not in self.parts:
-            for old in [n for n in self.parts if n < number - 1 or n > number]:
-                del self.parts[old]
-            self.parts[number] = self.draw_part(number)
-        return self.parts[number]
+        if number not in self.drawn_parts:
+            for old in self.drawn_parts.keys() - {number - 1}:
+                del self.drawn_parts[old]
+            self.drawn_parts[number] = self.draw_part(number)
+        return self.drawn_parts[number]
+
+    def free_pairs(self) -> None:
+        """Free the memory of the pairs; those that are asked for again are drawn again."""
+        self.drawn_parts.clear()
+
+    def recall_sizes(self, part_sizes: list[int]) -> None:
+        """Take over the `part_sizes` of a source with the same arguments, to resume at once."""
+        self.part_sizes = list(part_sizes)
 
     def draw_part(self, number: int) -> np.ndarray:
         rules = {
@@ -209,24 +221,35 @@ class BatchSource:
         """Build the micro-batches of one rank in one step, consecutive slices of the global batch.
 
         The global batch is divided evenly among the ranks, and the sequences of a rank evenly among
-        its `count_passes` micro-batches. Small batches are built for several steps at once, because
-        most of their cost is the overhead of numpy calls.
+        its `count_passes` micro-batches.
         """
         edges = cut_evenly(global_batch_size, world_size)
         offset, size = edges[rank], edges[rank + 1] - edges[rank]
+        batch, first = self.build_steps(step, global_batch_size, offset, size)
+        passes = count_passes(global_batch_size, micro_batch_size, world_size)
+        return [
+            batch.slice(first + start, first + end)
+            for start, end in pairwise(cut_evenly(size, passes))
+        ]
+
+    def build_steps(
+        self, step: int, global_batch_size: int, offset: int, size: int
+    ) -> tuple[Batch, int]:
+        """Build sequences [offset, offset + size) of the global batches of a step and its next.
+
+        Small batches are built for several steps at once, and kept for the calls that follow,
+        because most of their cost is the overhead of numpy calls.
+        Returns the batch of all these steps, and the first sequence in it that is of `step`.
+        """
         together = max(1, BLOCK_TOKENS // (size * self.data.max_seq_length))
-        key = (step // together, global_batch_size, size, rank)
-        if self.built[0] != key:
-            steps = range(key[0] * together, (key[0] + 1) * together)
+        block, place = divmod(step, together)
+        key = (block, global_batch_size, offset, size)
+        if self.built is None or self.built[0] != key:
+            steps = range(block * together, (block + 1) * together)
             parts = [self.examples(k * global_batch_size + offset, size) for k in steps]
             pairs, streams = map(np.concatenate, zip(*parts, strict=True))
             self.built = key, build_batch(self.store, self.data, pairs, streams)
-        first = step % together * size
-        passes = count_passes(global_batch_size, micro_batch_size, world_size)
-        return [
-            self.built[1].slice(first + start, first + end)
-            for start, end in pairwise(cut_evenly(size, passes))
-        ]
+        return self.built[1], place * size
 
 
 def cut_evenly(n: int, parts: int) -> list[int]:
@@ -258,57 +281,145 @@ def build_batch(
     pairs: `PAIR` array (B,), positions in `store`.
     streams: uint64 (B,), random stream of each pair, from which its masks are drawn.
     """
-    vocabulary, specials = store.vocabulary, SPECIALS[data.objective]
-    n = len(pairs)
+    segments = lay_out_segments(pairs, SPECIALS[data.objective])
+    original = join_tokens(store, segments)
+    words = find_words(store, data.masking, segments, streams, original)
+    masked, input_ids = mask_words(
+        store.vocabulary, data, words, streams, segments.cu_seqlens, original
+    )
+    sizes, lengths = segments.sizes, np.diff(segments.cu_seqlens)
+    arrays = (
+        input_ids,
+        np.repeat(np.arange(len(sizes)) & 1, sizes),
+        np.arange(len(input_ids)) - np.repeat(segments.cu_seqlens[:-1], lengths),
+        np.repeat(np.arange(len(pairs)), lengths),
+        segments.cu_seqlens,
+        masked,
+        original[masked],
+        pairs["label"].astype(np.int64),
+    )
+    return Batch(*map(torch.from_numpy, arrays), max_length=int(lengths.max()))
+
+
+@dataclass
+class SegmentLayout:
+    """The places of 2 B segments in the T tokens of a batch, A and B of each pair in turn.
+
+    A segment comes with its special tokens: [CLS] A [SEP], then B [SEP], or nothing without a B.
+    """
+
+    starts: np.ndarray  # int64 (2 B,), token of the store that each segment starts at
+    ends: np.ndarray  # int64 (2 B,)
+    edges: np.ndarray  # int64 (2 B + 1,), token of the batch that each starts at, and T
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each segment in the batch: int64 (2 B,)."""
+        return np.diff(self.edges)
+
+    @property
+    def text_starts(self) -> np.ndarray:
+        """Token of the batch at which the text of each segment starts: int64 (2 B,)."""
+        places = self.edges[:-1].copy()
+        places[::2] += 1  # after [CLS]
+        return places
+
+    @cached_property
+    def cu_seqlens(self) -> np.ndarray:
+        return self.edges[::2].copy()
+
+
+@dataclass
+class Words:
+    """The W masking units in the T tokens of a batch."""
+
+    start: np.ndarray  # int64 (W,), ascending
+    length: np.ndarray  # int64 (W,), in tokens
+    sequence: np.ndarray  # int64 (W,), index of the sequence
+    number: np.ndarray  # int64 (W,), index among the words of the sequence
+
+
+def lay_out_segments(pairs: np.ndarray, specials: int) -> SegmentLayout:
+    """Lay the segments of `pairs` end to end, with so many special tokens per pair."""
     starts = np.stack([pairs["a_start"], pairs["b_start"]], 1)
     ends = np.stack([pairs["a_end"], pairs["b_end"]], 1)
-    parts = ends - starts + (2, specials - 2)  # [CLS] A [SEP], and B [SEP] where there is a B
-    edges = np.zeros(2 * n + 1, np.int64)
-    np.cumsum(parts, out=edges[1:])
-    cu_seqlens, total = edges[::2].copy(), int(edges[-1])
-    lengths = np.diff(cu_seqlens)
+    sizes = ends - starts + (2, specials - 2)
+    edges = np.zeros(sizes.size + 1, np.int64)
+    np.cumsum(sizes, out=edges[1:])
+    return SegmentLayout(starts.ravel(), ends.ravel(), edges)
 
-    # tokens: join slices of the store and special tokens
-    spans = store.spans(starts.ravel(), ends.ravel())
-    cls, sep = (store.dtype.type(vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
-    runs: list = [sep if specials == 3 else b""] * (5 * n)
+
+def join_tokens(store: TokenStore, segments: SegmentLayout) -> np.ndarray:
+    """Join slices of the store and special tokens to the tokens of a batch: int64 (T,)."""
+    spans = store.spans(segments.starts, segments.ends)
+    cls, sep = (store.dtype.type(store.vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
+    n, has_b = len(spans) // 2, segments.edges[2] > segments.edges[1]
+    runs: list = [sep if has_b else b""] * (5 * n)
     runs[0::5], runs[1::5], runs[2::5], runs[3::5] = [cls] * n, spans[::2], [sep] * n, spans[1::2]
-    input_ids = np.frombuffer(b"".join(runs), store.dtype).astype(np.int64)
+    return np.frombuffer(b"".join(runs), store.dtype).astype(np.int64)
 
-    # words: each runs from one word start to the next; a segment always starts with a word
+
+def find_words(
+    store: TokenStore,
+    masking: str,
+    segments: SegmentLayout,
+    streams: np.ndarray,
+    tokens: np.ndarray,
+) -> Words:
+    """Find what is masked together: words, spans of them, or single tokens.
+
+    A word runs from one word start to the next; a segment always starts with one.
+    streams: uint64 (B,), to draw the lengths of spans. tokens: int64 (T,), before masking.
+    """
+    edges, cu_seqlens, total = segments.edges, segments.cu_seqlens, len(tokens)
     is_text = np.ones(total, bool)
     is_text[cu_seqlens[:-1]] = is_text[edges[1:] - 1] = False
     is_start = np.ones(total + 1, bool)
-    if data.masking != "token":
+    if masking != "token":
+        text_starts = segments.text_starts
         # position of each token in the store; special tokens get any valid position
-        shift = np.stack([starts[:, 0] - cu_seqlens[:-1] - 1, starts[:, 1] - edges[1::2]], 1)
-        origins = np.arange(total) + np.repeat(shift.ravel(), parts.ravel())
-        is_start[:-1] = store.starts_word(origins.clip(0, len(store) - 1), input_ids) | ~is_text
-        is_start[cu_seqlens[:-1] + 1] = is_start[edges[1::2]] = True
-    word = np.flatnonzero(is_text & is_start[:-1])
-    if data.masking == "span":  # from here on, treat each span as one masking unit
-        is_first = starts_span(np.searchsorted(edges, word, side="right") - 1, streams)
-        is_start[word[~is_first]] = False
-        word = word[is_first]
-    word_length = np.flatnonzero(is_text & is_start[1:]) - word + 1
-    first_word = np.searchsorted(word, cu_seqlens)
-    word_sequence = np.repeat(np.arange(n), np.diff(first_word))
+        shift = segments.starts - text_starts
+        origins = np.arange(total) + np.repeat(shift, segments.sizes)
+        is_start[:-1] = store.starts_word(origins.clip(0, len(store) - 1), tokens) | ~is_text
+        is_start[text_starts] = True
+    start = np.flatnonzero(is_text & is_start[:-1])
+    if masking == "span":  # from here on, treat each span as one masking unit
+        is_first = starts_span(np.searchsorted(edges, start, side="right") - 1, streams)
+        is_start[start[~is_first]] = False
+        start = start[is_first]
+    length = np.flatnonzero(is_text & is_start[1:]) - start + 1
+    first = np.searchsorted(start, cu_seqlens)
+    sequence = np.repeat(np.arange(len(streams)), np.diff(first))
+    return Words(start, length, sequence, np.arange(len(start)) - first[sequence])
 
-    # masks
+
+def mask_words(
+    vocabulary: Vocabulary,
+    data: PairsConfig,
+    words: Words,
+    streams: np.ndarray,
+    cu_seqlens: np.ndarray,
+    tokens: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose the words to predict, and replace their tokens.
+
+    Returns int64 (M,), ascending positions of the masked tokens, and int64 (T,), the tokens that
+    the model sees.
+    """
     chosen = choose_words(
-        word_sequence, word_length, streams, data.masked_lm_prob, data.max_predictions_per_seq
+        words.sequence, words.length, streams, data.masked_lm_prob, data.max_predictions_per_seq
     )
-    size = word_length[chosen]
-    masked = np.repeat(word[chosen] - (np.cumsum(size) - size), size)
+    size = words.length[chosen]
+    masked = np.repeat(words.start[chosen] - (np.cumsum(size) - size), size)
     masked += np.arange(len(masked))
-    labels = input_ids[masked]
-    sequence = np.repeat(word_sequence[chosen], size)
+    sequence = np.repeat(words.sequence[chosen], size)
     if data.masking == "span":
-        unit = np.repeat(chosen, size) - first_word[sequence]
+        unit = np.repeat(words.number[chosen], size)
     else:
         unit = masked - cu_seqlens[sequence]
-    input_ids[masked] = replace_tokens(
-        labels,
+    seen = tokens.copy()
+    seen[masked] = replace_tokens(
+        tokens[masked],
         unit,
         streams[sequence],
         vocabulary["[MASK]"],
@@ -316,18 +427,7 @@ def build_batch(
         data.mask_replace_prob,
         data.random_replace_prob,
     )
-    places = np.arange(total)
-    arrays = (
-        input_ids,
-        np.repeat(np.arange(2 * n) & 1, parts.ravel()),
-        places - np.repeat(cu_seqlens[:-1], lengths),
-        np.repeat(np.arange(n), lengths),
-        cu_seqlens,
-        masked,
-        labels,
-        pairs["label"].astype(np.int64),
-    )
-    return Batch(*map(torch.from_numpy, arrays), max_length=int(lengths.max()))
+    return masked, seen
 
 
 def prefetch(source: Iterator, depth: int = 4) -> Iterator:

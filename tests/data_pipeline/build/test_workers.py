@@ -415,5 +415,5 @@ def test_shards_of_another_vocabulary_are_not_taken_for_ours(files, finished, tm
     lines = (vocab / "vocab.txt").read_text().splitlines()
     lines[-2:] = lines[:-3:-1]  # another vocabulary: its last two pieces change places
     (vocab / "vocab.txt").write_text("".join(f"{line}\n" for line in lines))
-    with pytest.raises(UserError, match="4 of 4 pieces are still to be done .encoding"):
+    with pytest.raises(UserError, match="4 of 4 file chunks are still to be done .encoding"):
         prepare(config, workers=1, finish=True)

@@ -279,9 +279,10 @@ def test_masks_of_the_same_text_are_drawn_afresh(store) -> None:
 def test_known_epoch_sizes_change_nothing_but_the_work(store, source) -> None:
     sizes = [source.epoch_size(epoch) for epoch in range(3)]
     start = sizes[0] + sizes[1] + 5
-    cached = BatchSource(store, DATA, SEED, part_sizes=sizes)
+    cached = BatchSource(store, DATA, SEED)
+    cached.recall_sizes(sizes)
     assert same(cached.batch(start, 10), BatchSource(store, DATA, SEED).batch(start, 10))
-    assert list(cached.parts) == [2]  # the epochs before were not drawn
+    assert list(cached.drawn_parts) == [2]  # the epochs before were not drawn
     sizes.append(0)  # the list given stays the caller's
     assert len(cached.part_sizes) == 3
 
@@ -290,7 +291,7 @@ def test_at_most_two_epochs_are_kept(store) -> None:
     source = BatchSource(store, DATA, SEED)
     for epoch in range(5):
         source.batch(sum(source.epoch_size(e) for e in range(epoch)) + 1, 2)
-        assert len(source.parts) <= 2
+        assert len(source.drawn_parts) <= 2
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -356,9 +357,10 @@ def test_steps_go_on_over_parts_and_epochs(many) -> None:
     assert rows_at(cold, border - 3, 8) == rows_at(source, border - 3, 3) + rows_at(
         source, border, 5
     )
-    cold.part_sizes, cold.parts = source.part_sizes, {}
+    cold.recall_sizes(source.part_sizes)
+    cold.free_pairs()
     cold.batch(source.epoch_size(0) + 1, 2)
-    assert list(cold.parts) == [3]  # known sizes: nothing before is drawn
+    assert list(cold.drawn_parts) == [3]  # known sizes: nothing before is drawn
 
 
 def test_parts_of_a_store_read_what_the_store_has_there(many) -> None:
