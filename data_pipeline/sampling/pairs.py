@@ -299,42 +299,70 @@ def exchange_second_segments(
     check_documents(document)
     by_length = sort_rows(inside, length, draw=draw)
     document, draw = document[by_length], draw[by_length]
-    two = np.count_nonzero(np.bincount(document)) == 2
+    swaps_only = np.count_nonzero(np.bincount(document)) == 2  # all that two documents can do
     giver = np.full(n, -1)
     size, rows = BUCKET, np.arange(n)  # of the buckets that are still to be drawn
     while True:
-        bucket = np.minimum(rows // size, max(n // size - 1, 0))
-        first = bucket * size
+        bucket = bucket_of(rows, size, n)
         places = np.bincount(bucket) // 2  # chunks of each bucket that exchange
-        if two:
-            places -= places % 2  # two documents can only swap B's
-        # sort each bucket by document, and mark the chunks beyond their document's limit
-        by_document = first + sort_packed(
-            bucket, document[rows], draw=draw[rows], last=rows - first
-        )
-        numbers = np.arange(len(rows))
-        runs = run_starts(bucket, document[by_document])
-        over = numbers - np.maximum.accumulate(np.where(runs, numbers, 0)) >= (places // 2)[bucket]
-        # choose half of each bucket, those beyond the limit last
-        chosen_first = sort_packed(bucket, over, draw=draw[by_document], last=rows - first)
-        chosen_first += numbers - (rows - first)
-        chosen = np.zeros(len(rows), bool)
-        chosen[chosen_first[rows - first < places[bucket]]] = True
-        takers, of_taker = by_document[chosen], bucket[chosen]
-        before, places = (np.cumsum(places) - places)[of_taker], places[of_taker]
-        turned = (np.arange(len(takers)) - before + places // 2) % places
+        if swaps_only:
+            places -= places % 2
+        takers, of_taker, failed = choose_takers(rows, bucket, size, places, document, draw)
         giver[rows] = -1
-        giver[takers] = takers[before + turned]
-        failed = bucket[chosen & over]  # buckets in which one document exceeds its limit
+        giver[takers] = rotate_by_half(takers, of_taker, places)
         if not len(failed):
             break
         if size >= n:
             raise AssertionError("check_documents should have refused this corpus")
         size *= 2
-        merged = np.minimum(np.arange(n) // size, max(n // size - 1, 0))
+        merged = bucket_of(np.arange(n), size, n)
         rows = np.flatnonzero(np.isin(merged, np.minimum(failed // 2, merged[-1])))
     takers = np.flatnonzero(giver >= 0)
     return by_length[giver[takers]], by_length[takers]
+
+
+def bucket_of(rows: np.ndarray, size: int, n: int) -> np.ndarray:
+    """Number the bucket of each of `n` rows; the last bucket takes those that do not fill one."""
+    return np.minimum(rows // size, max(n // size - 1, 0))
+
+
+def choose_takers(
+    rows: np.ndarray,
+    bucket: np.ndarray,
+    size: int,
+    places: np.ndarray,
+    document: np.ndarray,
+    draw: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Choose at random the rows of each bucket that exchange, at most half from one document.
+
+    rows, bucket: all rows of some buckets, ascending, and the bucket of each. size: of the buckets.
+    places: rows to choose in each bucket. document, draw: of each row, by its number.
+    Returns the chosen rows, in the order of bucket and document; the bucket of each; and the
+    buckets that failed, because one document has too many of their rows for that limit.
+    """
+    first = bucket * size
+    by_document = first + sort_packed(bucket, document[rows], draw=draw[rows], last=rows - first)
+    numbers = np.arange(len(rows))
+    runs = run_starts(bucket, document[by_document])
+    rank = numbers - np.maximum.accumulate(np.where(runs, numbers, 0))  # among its document's
+    is_over = rank >= (places // 2)[bucket]
+    # those beyond the limit last, so that they are chosen only where nothing else is left
+    order = sort_packed(bucket, is_over, draw=draw[by_document], last=rows - first)
+    order += numbers - (rows - first)
+    chosen = np.zeros(len(rows), bool)
+    chosen[order[rows - first < places[bucket]]] = True
+    return by_document[chosen], bucket[chosen], bucket[chosen & is_over]
+
+
+def rotate_by_half(takers: np.ndarray, bucket: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Rotate the rows of each bucket by half of their number: int64 (n,), the giver of each.
+
+    takers: rows in the order of bucket and document. bucket: of each. places: rows per bucket.
+    """
+    before, places = (np.cumsum(places) - places)[bucket], places[bucket]
+    turned = (np.arange(len(takers)) - before + places // 2) % places
+    return takers[before + turned]
 
 
 def sort_rows(*columns: np.ndarray, draw: np.ndarray) -> np.ndarray:
