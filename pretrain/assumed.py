@@ -262,9 +262,9 @@ def measure_density(text: str, source: SourceConfig, vocab: VocabConfig, vocab_s
 def estimate_preparation(size: CorpusSize, config: DataConfig, vocab_size: int) -> Preparation:
     """Estimate the time and disk space of preparation on this machine.
 
-    Until the store is finished, the work folder holds word ids (`scan_chunk`: 4.7 bytes per token
+    Until the store is finished, the work folder holds word ids (`scan_group`: 4.7 bytes per token
     with the word lists, 1 more with a segmenter), the token ids of each file chunk (as large as the
-    store) and copies of text (`hash_chunk`).
+    store) and copies of text (`hash_group`).
     """
     segmented = any(source.word_segmenter for source in config.corpus.each_source())
     cores = int(max(1, min(count_cpus(), size.file_chunks)))

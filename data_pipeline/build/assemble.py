@@ -43,7 +43,7 @@ def assemble_store(
     """Join the encoded shards to the token store at `store_dir`, and return its manifest.
 
     shards: folders that `encode_scan` wrote, in the order of file chunks.
-    stats, sources, settings: what `scan_chunk` counted, `describe_sources` and `store_settings`.
+    stats, sources, settings: what `scan_group` counted, `describe_sources` and `store_settings`.
     Raises `UserError` if `store_dir` holds anything else than an unfinished store.
     """
     corpus = hashlib.sha256("".join(s["sha256"] for s in stats).encode()).hexdigest()
@@ -161,7 +161,7 @@ def join_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
 
 
 def describe_sources(
-    corpus: CorpusConfig, chunks: list[FileChunk], stats: list[dict], shards: list[Path]
+    corpus: CorpusConfig, groups: list[list[FileChunk]], stats: list[dict], shards: list[Path]
 ) -> list[dict]:
     """Describe each source for the manifest: its sizes, and what was left out, by cause.
 
@@ -170,10 +170,10 @@ def describe_sources(
     described = []
     for number, source in enumerate(corpus.each_source()):
         sizes, rejects, layouts = Counter(dict.fromkeys(SIZES, 0)), Counter(), {}
-        for chunk, found, shard in zip(chunks, stats, shards, strict=True):
-            if chunk.source != number:
+        for group, found, shard in zip(groups, stats, shards, strict=True):
+            if group[0].source != number:
                 continue
-            layouts[chunk.layout] = True
+            layouts[group[0].layout] = True
             rejects.update(found["rejects"])
             sizes["bytes"] += found["bytes"]
             for split in SPLITS:

@@ -1,6 +1,6 @@
-"""Turn the text of one file chunk into token ids on disk, in two passes.
+"""Turn the text of a file chunk, or of some small ones, into token ids on disk, in two passes.
 
-`scan_chunk` reads the text once, and replaces each word by a number, in order of first appearance.
+`scan_group` reads the text once, and replaces each word by a number, in order of first appearance.
 When the vocabulary has been trained on the word counts, `encode_scan` tokenizes each distinct word
 and replaces its number by its token ids. So no text is read or normalised twice.
 """
@@ -42,10 +42,12 @@ SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # suffixe
 # ---------------------------------------------------------------------------------- scan
 
 
-def scan_chunk(
-    chunk: FileChunk, out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
+def scan_group(
+    group: list[FileChunk], out: Path, corpus: CorpusConfig, vocab: VocabConfig, selected: Selection
 ) -> None:
-    """Read the selected documents of a file chunk, and write them as numbered words to `out`.
+    """Read the selected documents of some file chunks, and write them as numbered words to `out`.
+
+    group: neighbours of one source.
 
     Files: `words.txt` (word i on line i), `stats.json`, and for each split
 
@@ -55,7 +57,7 @@ def scan_chunk(
         counts.npy      occurrences of each word number
         units.u1        whether a masking unit starts at each word; only with a word segmenter
     """
-    source, rejects, corpus_hash = corpus.each_source()[chunk.source], Rejects(), hashlib.sha256()
+    source, rejects = corpus.each_source()[group[0].source], Rejects()
     split = sentence_splitter(source.language, source.sentence_splitter)
     segment = load_segmenter(source.word_segmenter)
     selected.open()
@@ -65,22 +67,25 @@ def scan_chunk(
         numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
     with atomic_folder(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
-        size = 0
-        for document in read_selected(chunk, source, selected.hashes, rejects):
-            data = document.encode("utf-8", "replace")
-            size += len(data)
-            corpus_hash.update(data + b"\0")
-            number = text_hash(data)
-            held_out = number < selected.limit
-            document, copies = selected.take(document, number, held_out, rejects)
-            sentences = list(split_sentences(document, split))
-            taken = len(document.encode("utf-8", "replace"))  # may have lost duplicate paragraphs
-            for _ in range(copies):
-                writers[SPLITS[held_out]].add(sentences, taken)
-            if copies and not sentences:
-                rejects.add("without words")
+        size, hashes = 0, []
+        for chunk in group:
+            chunk_hash = hashlib.sha256()
+            for document in read_selected(chunk, source, selected.hashes, rejects):
+                data = document.encode("utf-8", "replace")
+                size += len(data)
+                chunk_hash.update(data + b"\0")
+                number = text_hash(data)
+                held_out = number < selected.limit
+                document, copies = selected.take(document, number, held_out, rejects)
+                sentences = list(split_sentences(document, split))
+                taken = len(document.encode("utf-8", "replace"))  # may have lost paragraphs
+                for _ in range(copies):
+                    writers[SPLITS[held_out]].add(sentences, taken)
+                if copies and not sentences:
+                    rejects.add("without words")
+            hashes.append(chunk_hash.hexdigest())
         stats = {name: writer.close() for name, writer in writers.items()}
-        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": corpus_hash.hexdigest()}
+        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": "".join(hashes)}
         (folder / "words.txt").write_bytes(b"\n".join(index))
         for split in SPLITS:
             counts = count_words(folder / split / "words.u4", len(index))

@@ -26,7 +26,7 @@ from data_pipeline.build.assemble import (
     print_store,
     warn_held_out,
 )
-from data_pipeline.build.encode import encode_scan, merge_counts, scan_chunk
+from data_pipeline.build.encode import encode_scan, merge_counts, scan_group
 from data_pipeline.build.identity import (
     key_of_schema_1,
     list_differences,
@@ -49,7 +49,8 @@ from data_pipeline.config import PROBES_FILE, DataConfig, to_list
 from data_pipeline.corpus.readers import FileChunk, left_out, list_file_chunks, name_source
 from data_pipeline.corpus.selection import (
     find_earlier,
-    hash_chunk,
+    group_chunks,
+    hash_group,
     needs_selection,
     select,
 )
@@ -163,15 +164,16 @@ class Work:
         self.probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
         self.pairs = read_pairs(named, self.probes.pairs_per_paradigm) if named else []
         self.settings = store_settings(self.corpus, self.vocab, self.chunks, self.existing)
-        # versions 1 and 2 split or counted the text in another way
+        # versions 1 and 2 divided the text among the tasks in another way
         self.name = settings_key(self.settings | {"work": 3})[:16]
+        self.groups = group_chunks(self.chunks)
         self.hashed, self.scans = self.results("hashes"), self.results("scan")
         self.earlier = self.folder / f"{self.name}-earlier"
         self.vocab_dir = self.folder / f"{self.name}-vocab"
 
     def results(self, kind: str) -> list[Path]:
-        """Name the folder that the task of each file chunk writes."""
-        return [self.folder / f"{self.name}-{kind}-{i:05d}" for i in range(len(self.chunks))]
+        """Name the folder that the task of each group writes."""
+        return [self.folder / f"{self.name}-{kind}-{i:05d}" for i in range(len(self.groups))]
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -196,8 +198,8 @@ def is_compared(work: Work) -> bool:
 
 def plan_comparing(work: Work) -> Plan:
     sources = work.corpus.each_source()
-    both = zip(work.chunks, work.hashed, strict=True)
-    return [chunk_task(hash_chunk, chunk, out, sources[chunk.source]) for chunk, out in both]
+    both = zip(work.groups, work.hashed, strict=True)
+    return [group_task(hash_group, group, out, sources[group[0].source]) for group, out in both]
 
 
 def join_hashes(work: Work) -> None:
@@ -210,16 +212,16 @@ def is_read(work: Work) -> bool:
 
 def plan_reading(work: Work) -> Plan:
     """Plan to read what deduplication, the held-out split and source weights select."""
-    selected = select(work.corpus, work.chunks, work.hashed, work.earlier)
+    selected = select(work.corpus, work.groups, work.hashed, work.earlier)
     return [
-        chunk_task(scan_chunk, chunk, scan, work.corpus, work.vocab, chosen)
-        for chunk, scan, chosen in zip(work.chunks, work.scans, selected, strict=True)
+        group_task(scan_group, group, scan, work.corpus, work.vocab, chosen)
+        for group, scan, chosen in zip(work.groups, work.scans, selected, strict=True)
     ]
 
 
 def join_words(work: Work) -> None:
     """Train the vocabulary on the training words, and write and print how it fits held-out ones."""
-    check_corpus(work.stats, work.config, work.chunks)
+    check_corpus(work.stats, work.config, work.groups)
     counts, unseen = merge_counts(work.scans, "train"), merge_counts(work.scans, "held_out")
     try:
         pieces = make_vocabulary(counts, work.vocab, work.existing)
@@ -245,7 +247,7 @@ def plan_encoding(work: Work) -> Plan:
 
 def join_shards(work: Work) -> None:
     """Assemble the token store, and remove all other results."""
-    sources = describe_sources(work.corpus, work.chunks, work.stats, work.shards)
+    sources = describe_sources(work.corpus, work.groups, work.stats, work.shards)
     store_dir, vocab_sha256 = work.data_dir / "store", work.vocabulary.sha256
     manifest = assemble_store(
         work.shards, store_dir, work.stats, sources, work.settings, vocab_sha256
@@ -283,13 +285,17 @@ STAGES = (
 )
 
 
-def chunk_task(function: Callable, chunk: FileChunk, out: Path, *arguments) -> tuple[Path, Task]:
-    """Make the task of a function (chunk, out, *arguments); its size is in bytes."""
-    size, name = chunk.size, chunk.path
-    if chunk.version:  # a file, and not a dataset
-        chunk = replace(chunk, path=os.path.abspath(chunk.path))  # for workers in other folders
-        name += f" from byte {chunk.start:,}" if chunk.start else ""
-    return out, Task(function, (chunk, out, *arguments), f"{out.name[17:]} ({name})", size)
+def group_task(
+    function: Callable, group: list[FileChunk], out: Path, *arguments
+) -> tuple[Path, Task]:
+    """Make the task of a function (group, out, *arguments); its size is in bytes."""
+    first, *others = group
+    name = first.path + (f" from byte {first.start:,}" if first.version and first.start else "")
+    name += f" and {len(others)} more" if others else ""
+    size = sum(chunk.size for chunk in group)
+    if first.version:  # files, and not a dataset
+        group = [replace(c, path=os.path.abspath(c.path)) for c in group]  # for other folders
+    return out, Task(function, (group, out, *arguments), f"{out.name[17:]} ({name})", size)
 
 
 # ---------------------------------------------------------------------------------- checks
@@ -339,10 +345,10 @@ def remove_others(work: Work) -> None:
         )
 
 
-def check_corpus(stats: list[dict], config: DataConfig, chunks: list[FileChunk]) -> None:
+def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileChunk]]) -> None:
     documents = sum(s["train"]["documents"] for s in stats)
     for i, source in enumerate(config.corpus.each_source()):
-        own = [s for s, chunk in zip(stats, chunks, strict=True) if chunk.source == i]
+        own = [s for s, group in zip(stats, groups, strict=True) if group[0].source == i]
         if sum(s["train"]["words"] + s["held_out"]["words"] for s in own) == 0:
             what = f"corpus.sources[{i}]" if config.corpus.sources else "the corpus"
             causes = sum((Counter(s["rejects"]) for s in own), Counter())
@@ -354,6 +360,6 @@ def check_corpus(stats: list[dict], config: DataConfig, chunks: list[FileChunk])
         raise UserError(
             "next-sentence prediction needs two documents or more, since a random B comes from "
             f"another document; the corpus has {documents} to train on (layout "
-            f"{chunks[0].layout}). Set corpus.layout if documents are divided in another way, add "
-            f"text, or set data.objective=sop or none"
+            f"{groups[0][0].layout}). Set corpus.layout if documents are divided in another way, "
+            "add text, or set data.objective=sop or none"
         )

@@ -1,9 +1,10 @@
 """Select what to train on: drop duplicates, hold documents out, apply source weights.
 
-"Chunk" means a file chunk here. A first pass writes the hashes of each chunk's documents and long
-paragraphs (and the text too, where reading it again would be slow). Merging the hashes then tells
-for each chunk which of its texts an earlier chunk has. With that a worker can scan any chunk alone,
-and the first copy of a text, in the order of chunks, is the one that stays.
+"Chunk" means here what one task reads: a file chunk, or a group of small ones. A first pass writes
+the hashes of each chunk's documents and long paragraphs (and the text too, where reading it again
+would be slow). Merging the hashes then tells for each chunk which of its texts an earlier chunk
+has. With that a worker can scan any chunk alone, and the first copy of a text, in the order of
+chunks, is the one that stays.
 
 Held-out split: the documents whose hash is below a limit, in whatever order the files are listed.
 The limit is `corpus.held_out_fraction` of all hashes. Where that gives too few documents or too
@@ -22,7 +23,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConf
 from data_pipeline.corpus.files import OPENERS
 from data_pipeline.corpus.readers import (
     BLOCK_BYTES,
+    CHUNK_BYTES,
     READERS,
     FileChunk,
     Rejects,
@@ -51,6 +53,7 @@ LEAST = np.array([HELD_OUT_DOCUMENTS, 6 * HELD_OUT_TOKENS])
 # so many held-out bytes are enough documents even if these are books (1 MB each)
 SURE_BYTES = HELD_OUT_DOCUMENTS << 20
 EXPANSION = 4  # assumed ratio of compression
+LEAST_GROUPS = 64  # of the files of a small corpus, so that many workers can share it
 
 
 def needs_selection(corpus: CorpusConfig, chunks: list[FileChunk]) -> bool:
@@ -66,24 +69,47 @@ def count_bytes(chunks: list[FileChunk]) -> float:
     """Estimate the bytes of text in the corpus; infinite with a dataset, whose size is unknown."""
     if any(chunk.layout == "dataset" for chunk in chunks):
         return math.inf
-    return sum(chunk.size * (EXPANSION if is_compressed(chunk) else 1) for chunk in chunks)
+    return sum(map(text_bytes, chunks))
 
 
-def is_compressed(chunk: FileChunk) -> bool:
-    return READERS[chunk.layout].is_compressed or chunk.path.endswith(tuple(OPENERS))
+def text_bytes(chunk: FileChunk) -> int:
+    """Estimate the bytes of text in a chunk."""
+    packed = READERS[chunk.layout].is_compressed or chunk.path.endswith(tuple(OPENERS))
+    return chunk.size * (EXPANSION if packed else 1)
 
 
-def hash_chunk(chunk: FileChunk, out: Path, source: SourceConfig) -> None:
-    """Write the hashes of a chunk's documents and long paragraphs to folder `out`.
+def group_chunks(chunks: list[FileChunk]) -> list[list[FileChunk]]:
+    """Group neighbours that are small, because a task takes some 20 ms whatever its size.
+
+    A group has one source and layout, and as much text as a large chunk at most. Chunks stay alone
+    if they are no files, or if a copy of their text is kept, which does not tell them apart.
+    """
+    sizes = [text_bytes(chunk) for chunk in chunks]
+    most = min(CHUNK_BYTES, sum(sizes) // LEAST_GROUPS)
+    groups, last, room = [], None, 0
+    for chunk, size in zip(chunks, sizes, strict=True):
+        alone = not chunk.version or is_costly(chunk.path, chunk.layout)
+        kind = None if alone else (chunk.source, chunk.layout)
+        if kind and kind == last and size <= room:
+            groups[-1].append(chunk)
+            room -= size
+        else:
+            groups.append([chunk])
+            last, room = kind, most - size
+    return groups
+
+
+def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
+    """Write the hashes of a group's documents and long paragraphs to folder `out`.
 
     Files: `documents.npy` and `paragraphs.npy` (uint64, sorted hashes), `characters.npy` (int64,
     length of each document in the same order), `rejects.json`, and `text`, the documents
-    themselves, if the chunk `is_costly`. Memory: 8 bytes per hash or length.
+    themselves, if its file `is_costly`. Memory: 8 bytes per hash or length.
     """
     hashes, characters, rejects = {kind: bytearray() for kind in KINDS}, array("q"), Rejects()
     with atomic_folder(out) as folder:
-        documents = read_documents(chunk, source, rejects)
-        if is_costly(chunk.path, chunk.layout):
+        documents = chain.from_iterable(read_documents(c, source, rejects) for c in group)
+        if is_costly(group[0].path, group[0].layout):
             documents = keep(documents, folder)
         for document in documents:
             add_hash(hashes["documents"], document)
@@ -136,7 +162,7 @@ def read_selected(
 def find_earlier(hashed: list[Path], out: Path) -> None:
     """Find the hashes of each chunk that also occur in an earlier chunk.
 
-    hashed: the folders that `hash_chunk` wrote, in the order of chunks.
+    hashed: the folders that `hash_group` wrote, in the order of chunks.
     Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder `out` for
     each chunk i that has any.
     """
@@ -285,7 +311,7 @@ class Selection:
     weight: float = 1.0
     limit: int = 0  # documents with a lower hash are held out
     quotas: list[HashQuota] | None = None  # [training, held-out], for fractional weights
-    hashes: Path | None = None  # folder that `hash_chunk` wrote for this chunk
+    hashes: Path | None = None  # folder that `hash_group` wrote for this chunk
     earlier: Path | None = None  # folder that `find_earlier` wrote, if duplicates are dropped
     number: int = 0  # index of the chunk
 
@@ -345,18 +371,18 @@ class Selection:
 
 
 def select(
-    corpus: CorpusConfig, chunks: list[FileChunk], hashed: list[Path], earlier: Path
+    corpus: CorpusConfig, groups: list[list[FileChunk]], hashed: list[Path], earlier: Path
 ) -> list[Selection]:
-    """Decide what to take from each chunk.
+    """Decide what to take from each group.
 
-    hashed: folders that `hash_chunk` wrote. earlier: folder that `find_earlier` wrote. Neither is
+    hashed: folders that `hash_group` wrote. earlier: folder that `find_earlier` wrote. Neither is
     read unless `needs_selection`.
     """
-    sources, is_needed = corpus.each_source(), needs_selection(corpus, chunks)
+    sources, is_needed = corpus.each_source(), needs_selection(corpus, [*chain(*groups)])
     limit = (
         find_limit(corpus, hashed, earlier) if is_needed else hash_limit(corpus.held_out_fraction)
     )
-    chosen = [Selection(sources[chunk.source].weight, limit) for chunk in chunks]
+    chosen = [Selection(sources[group[0].source].weight, limit) for group in groups]
     if not is_needed:
         return chosen
     for i, selection in enumerate(chosen):
@@ -365,7 +391,7 @@ def select(
             selection.earlier, selection.number = earlier, i
     for number, source in enumerate(sources):
         if source.weight % 1:
-            own = [i for i, chunk in enumerate(chunks) if chunk.source == number]
+            own = [i for i, group in enumerate(groups) if group[0].source == number]
             documents = []
             for i in own:
                 hashes = np.load(hashed[i] / "documents.npy")

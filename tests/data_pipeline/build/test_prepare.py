@@ -213,8 +213,8 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     import data_pipeline.build.prepare as module
 
     with pytest.MonkeyPatch.context() as patch:
-        real = module.scan_chunk
-        patch.setattr(module, "scan_chunk", lambda *task: (reread.append(task), real(*task)))
+        real = module.scan_group
+        patch.setattr(module, "scan_group", lambda *task: (reread.append(task), real(*task)))
         prepare(config_of(files, tmp_path / "data"), workers=1)
     assert len(reread) == (2 if where == "read_selected" else 0)  # what was complete is kept
     assert contents(tmp_path / "data") == uninterrupted

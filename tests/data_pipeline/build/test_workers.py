@@ -20,7 +20,7 @@ from helpers import ROOT, contents
 import data_pipeline.build.prepare as module
 from data_pipeline.build import workers as processes
 from data_pipeline.build.assemble import verify
-from data_pipeline.build.prepare import chunk_task, prepare
+from data_pipeline.build.prepare import group_task, prepare
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder, lock_folder
@@ -96,13 +96,13 @@ def scan_or_die(piece: FileChunk, out: Path, *rest) -> None:
     real_scan(piece, out, *rest)
 
 
-real_scan = module.scan_chunk
+real_scan = module.scan_group
 
 
 def test_a_cluster_that_loses_a_worker_writes_the_same_bytes(
     files, finished, tmp_path: Path, cluster: str, monkeypatch
 ):
-    monkeypatch.setattr(module, "scan_chunk", scan_or_die_once)
+    monkeypatch.setattr(module, "scan_group", scan_or_die_once)
     prepare(config_of(files, tmp_path / "data"), cluster=cluster)
     assert (tmp_path / "died").exists()
     assert contents(tmp_path / "data") == contents(finished)
@@ -112,7 +112,7 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_bytes(
 def test_a_piece_that_kills_every_worker_of_a_cluster_is_named(
     files, tmp_path: Path, cluster: str, monkeypatch
 ):
-    monkeypatch.setattr(module, "scan_chunk", scan_or_die)
+    monkeypatch.setattr(module, "scan_group", scan_or_die)
     with pytest.raises(UserError, match=r"killed while reading scan-00002 \(.*2\.txt\) \("):
         prepare(config_of(files, tmp_path / "data"), cluster=cluster)
 
@@ -260,14 +260,14 @@ def test_a_killed_worker_stops_the_command_which_names_its_piece_and_goes_on_lat
     files, finished, tmp_path: Path, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(module, "scan_chunk", scan_or_die)
+        patch.setattr(module, "scan_group", scan_or_die)
         with pytest.raises(UserError, match=r"killed while reading .*scan-00002 \(.*2\.txt\)") as e:
             prepare(config_of(files, tmp_path), workers=2)
     assert str(e.value).count("scan-") <= 2  # as many as there were workers
     kept = finished_folders(tmp_path)
     assert kept
     again = []
-    monkeypatch.setattr(module, "scan_chunk", lambda *task: (again.append(task), real_scan(*task)))
+    monkeypatch.setattr(module, "scan_group", lambda *task: (again.append(task), real_scan(*task)))
     prepare(config_of(files, tmp_path), workers=1)
     assert len(again) == 4 - len(kept) and not kept & {out.name for _, out, *_ in again}
     assert contents(tmp_path) == contents(finished)
@@ -357,7 +357,7 @@ def test_the_bar_counts_bytes_and_goes_on_where_it_was(tmp_path: Path, capsys, m
         FileChunk(str(tmp_path / "a.txt"), "line", 300, 1000, "v"),
         FileChunk(str(tmp_path / "b.txt.gz"), "line", version="v"),
     ]
-    tasks = [chunk_task(len, piece, tmp_path / "out")[1] for piece in pieces]
+    tasks = [group_task(len, [piece], tmp_path / "out")[1] for piece in pieces]
     assert [task.size for task in tasks] == [300, 700, (tmp_path / "b.txt.gz").stat().st_size]
     run_tasks("reading", [Task(len, ("",), "a", 2000), Task(len, ("",), "b", 1000)], 1, done=1000)
     line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]

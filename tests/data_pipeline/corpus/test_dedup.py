@@ -33,7 +33,7 @@ from data_pipeline.corpus.selection import (
     MIN_DEDUP_CHARS,
     Selection,
     find_earlier,
-    hash_chunk,
+    hash_group,
     read_earlier,
     read_selected,
     select,
@@ -71,9 +71,9 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
     hashed = [folder / f"hashes-{i}" for i in range(len(pieces))]
     sources = config.each_source()
     for i in order(range(len(pieces))):
-        hash_chunk(pieces[i], hashed[i], sources[pieces[i].source])
+        hash_group([pieces[i]], hashed[i], sources[pieces[i].source])
     find_earlier(hashed, folder / "earlier")
-    chosen = select(config, pieces, hashed, folder / "earlier")
+    chosen = select(config, [[piece] for piece in pieces], hashed, folder / "earlier")
     kept: dict[int, list[str]] = {i: [] for i in range(len(pieces))}
     rejects = Rejects()
     for i in order(range(len(pieces))):
@@ -218,7 +218,7 @@ def test_workers_and_interruptions_change_nothing(folder: Path, tmp_path: Path, 
 
 def test_nothing_is_compared_when_nobody_asks(folder: Path, tmp_path: Path, capsys):
     with (
-        patch("data_pipeline.build.prepare.hash_chunk", side_effect=AssertionError),
+        patch("data_pipeline.build.prepare.hash_group", side_effect=AssertionError),
         patch.object(selection, "SURE_BYTES", 1),  # as if the corpus were large
     ):
         prepare(config_of(folder, tmp_path, deduplicate=False, weight=2.0), workers=1)
