@@ -282,10 +282,10 @@ def build_batch(
     streams: uint64 (B,), random stream of each pair, from which its masks are drawn.
     """
     segments = lay_out_segments(pairs, SPECIALS[data.objective])
-    original = join_tokens(store, segments)
-    words = find_words(store, data.masking, segments, streams, original)
-    masked, input_ids = mask_words(
-        store.vocabulary, data, words, streams, segments.cu_seqlens, original
+    input_ids = join_tokens(store, segments)
+    words = find_words(store, data.masking, segments, streams, input_ids)
+    masked, labels = mask_words(
+        store.vocabulary, data, words, streams, segments.cu_seqlens, input_ids
     )
     sizes, lengths = segments.sizes, np.diff(segments.cu_seqlens)
     arrays = (
@@ -295,7 +295,7 @@ def build_batch(
         np.repeat(np.arange(len(pairs)), lengths),
         segments.cu_seqlens,
         masked,
-        original[masked],
+        labels,
         pairs["label"].astype(np.int64),
     )
     return Batch(*map(torch.from_numpy, arrays), max_length=int(lengths.max()))
@@ -312,7 +312,7 @@ class SegmentLayout:
     ends: np.ndarray  # int64 (2 B,)
     edges: np.ndarray  # int64 (2 B + 1,), token of the batch that each starts at, and T
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """Tokens of each segment in the batch: int64 (2 B,)."""
         return np.diff(self.edges)
@@ -336,7 +336,7 @@ class Words:
     start: np.ndarray  # int64 (W,), ascending
     length: np.ndarray  # int64 (W,), in tokens
     sequence: np.ndarray  # int64 (W,), index of the sequence
-    number: np.ndarray  # int64 (W,), index among the words of the sequence
+    first: np.ndarray  # int64 (B + 1,), first word of each sequence, and W
 
 
 def lay_out_segments(pairs: np.ndarray, specials: int) -> SegmentLayout:
@@ -390,7 +390,7 @@ def find_words(
     length = np.flatnonzero(is_text & is_start[1:]) - start + 1
     first = np.searchsorted(start, cu_seqlens)
     sequence = np.repeat(np.arange(len(streams)), np.diff(first))
-    return Words(start, length, sequence, np.arange(len(start)) - first[sequence])
+    return Words(start, length, sequence, first)
 
 
 def mask_words(
@@ -401,25 +401,25 @@ def mask_words(
     cu_seqlens: np.ndarray,
     tokens: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the words to predict, and replace their tokens.
+    """Choose the words to predict, and replace their tokens, in place.
 
-    Returns int64 (M,), ascending positions of the masked tokens, and int64 (T,), the tokens that
-    the model sees.
+    tokens: int64 (T,). Returns int64 (M,), ascending positions of the masked tokens, and int64
+    (M,), what they were.
     """
     chosen = choose_words(
         words.sequence, words.length, streams, data.masked_lm_prob, data.max_predictions_per_seq
     )
-    size = words.length[chosen]
+    size, sequence = words.length[chosen], words.sequence[chosen]
     masked = np.repeat(words.start[chosen] - (np.cumsum(size) - size), size)
     masked += np.arange(len(masked))
-    sequence = np.repeat(words.sequence[chosen], size)
+    sequence = np.repeat(sequence, size)
     if data.masking == "span":
-        unit = np.repeat(words.number[chosen], size)
+        unit = np.repeat(chosen, size) - words.first[sequence]
     else:
         unit = masked - cu_seqlens[sequence]
-    seen = tokens.copy()
-    seen[masked] = replace_tokens(
-        tokens[masked],
+    labels = tokens[masked]
+    tokens[masked] = replace_tokens(
+        labels,
         unit,
         streams[sequence],
         vocabulary["[MASK]"],
@@ -427,7 +427,7 @@ def mask_words(
         data.mask_replace_prob,
         data.random_replace_prob,
     )
-    return masked, seen
+    return masked, labels
 
 
 def prefetch(source: Iterator, depth: int = 4) -> Iterator:

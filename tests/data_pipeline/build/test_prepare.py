@@ -2,6 +2,7 @@
 many workers there were; a user's mistake ends in one line."""
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.corpus import selection
+from data_pipeline.corpus.readers import list_file_chunks
 from data_pipeline.sampling.token_store import (
     TokenStore,
     Vocabulary,
@@ -377,3 +380,27 @@ def test_a_data_dir_that_cannot_be_written_ends_in_one_line(files: list[str], tm
     code, lines = run_cli(tmp_path / "c.yaml", "--workers", "1")
     assert code == 2 and len(lines) == 1, lines
     assert re.match(f"error: .*{re.escape(str(tmp_path / 'data'))}", lines[0])
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_small_files_read_in_groups_give_the_same_bytes(tmp_path: Path, monkeypatch, deduplicate):
+    words = ["apple", "river", "stone", "cloud", "night", "green", "seven", "house"]
+    for i in range(120):  # every third text was there before
+        k = i - 60 * (i % 3 == 0 and i >= 60)
+        lines = [" ".join(words[(k * j + j) % 8 :]) + f" {k}." for j in range(1, 9)]
+        (tmp_path / f"{i:03}.{'jsonl' if i % 20 == 7 else 'txt'}").write_text(
+            json.dumps({"text": "\n".join(lines)}) if i % 20 == 7 else "\n".join(lines)
+        )
+    config = DataConfig(
+        corpus=CorpusConfig(files=str(tmp_path / "*"), weight=1.5, deduplicate=deduplicate),
+        vocab=VocabConfig(size=64),
+    )
+    tasks, stores = [], []
+    for least_groups in (120, 10, 1):
+        monkeypatch.setattr(selection, "LEAST_GROUPS", least_groups)
+        config.data_dir = str(tmp_path / f"data-{least_groups}")
+        tasks.append(len(selection.group_chunks(list_file_chunks(config.corpus))))
+        prepare(config, workers=1)
+        stores.append(contents(Path(config.data_dir)))
+    assert tasks[0] > 100 and 13 <= tasks[1] <= 30 and tasks[2] == 13
+    assert stores[0] == stores[1] == stores[2]
