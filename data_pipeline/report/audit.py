@@ -265,7 +265,8 @@ def choose_examples(
     """Decode the first pairs of each label for display.
 
     Returns for each the label and, for segments A and B, (text, what the model sees, kind) of each
-    word; kind is mask, random or kept, and "" if the word is not masked.
+    word; kind is mask if any of its tokens is [MASK], else random if any is, else kept, and "" if
+    the word is not masked.
     """
     each = EXAMPLES // 2 if data.objective != "none" else EXAMPLES
     first = [np.flatnonzero(pairs["label"] == label)[:each] for label in (0, 1)]
@@ -281,7 +282,7 @@ def choose_examples(
         text = "##" * pieces[original[i]].startswith("##") + text
         shown, kind = " ".join(pieces[t] for t in seen[i:end]), ""
         if masked[i:end].any():
-            is_mask, kept = (seen[i:end] == mask).all(), (seen[i:end] == original[i:end]).all()
+            is_mask, kept = (seen[i:end] == mask).any(), (seen[i:end] == original[i:end]).all()
             kind = "mask" if is_mask else "kept" if kept else "random"
         examples[sequence[i]]["segments"][segment[i]].append((text, shown, kind))
     return examples
