@@ -1,6 +1,6 @@
 """Print the most likely tokens for each [MASK]:
 
-python scripts/fill_mask.py EXPORT_DIR [SENTENCE ...]
+python scripts/fill_mask.py EXPORT_DIR SENTENCE ...
 """
 
 import argparse
@@ -14,13 +14,6 @@ from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.export import load_export
 from pretrain.models.bert import BertForPreTraining
 from pretrain.probes import check_lengths, fill_masks
-
-SENTENCES = (
-    "This method returns a new [MASK].",
-    "The name of the [MASK] is a string.",
-    "If the file does not [MASK], an exception is raised.",
-    "It can be used to [MASK] the value of the object.",
-)
 
 
 def fill_mask(
@@ -38,7 +31,7 @@ def fill_mask(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("export_dir", type=Path)
-    parser.add_argument("sentences", nargs="*", default=SENTENCES)
+    parser.add_argument("sentences", nargs="+", metavar="SENTENCE")
     args = parser.parse_args()
     model = load_export(args.export_dir)
     tokenizer = Tokenizer.from_file(str(args.export_dir / "tokenizer.json"))

@@ -14,9 +14,9 @@ if [ ${#files[@]} -gt 0 ]; then
     list=$(printf '"%s",' "${files[@]}")
     overrides+=(corpus.builtin=null "corpus.files=[${list%,}]" "data_dir=data/$name" "run_dir=runs/$name")
 fi
-run_dir=runs/${name:-quickstart}
+run_dir=runs/${name:-quickstart} data_dir=data/${name:-quickstart}
 
 python -m data_pipeline configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
 python -m pretrain configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
-python scripts/fill_mask.py "$run_dir/export"
+python scripts/try_held_out.py "$run_dir/export" "$data_dir"
 echo "A Hugging Face folder is in $run_dir/export; the losses are in $run_dir/metrics.jsonl"

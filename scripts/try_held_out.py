@@ -1,0 +1,125 @@
+"""Try an export on text that its run held out: fill a word in some sentences, and tell sentences
+from their words in another order:
+
+python scripts/try_held_out.py EXPORT_DIR DATA_DIR
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
+from pretrain.export import load_export
+from pretrain.models.bert import BertForPreTraining
+from pretrain.probes import fill_masks, prefers_good, score_sentences
+
+SHOWN, COMPARED = 5, 200  # sentences to fill, and to tell from their words in another order
+SHORTEST, LONGEST = 6, 20  # tokens of a sentence
+
+
+def choose_sentences(store: TokenStore, count: int) -> list[np.ndarray]:
+    """Choose sentences of 6 to 20 tokens, evenly over a split; fewer than `count` if need be."""
+    ends = store.sentence_offsets
+    sizes = np.diff(ends)
+    fit = np.flatnonzero((sizes >= SHORTEST) & (sizes <= LONGEST))
+    chosen = fit[np.linspace(0, len(fit) - 1, min(count, len(fit))).astype(int)]
+    found = [np.array(store.tokens[ends[i] : ends[i + 1]], np.int64) for i in chosen]
+    return [tokens for tokens in found if store.vocabulary["[UNK]"] not in tokens]
+
+
+def split_words(tokens: np.ndarray, vocabulary: Vocabulary) -> list[np.ndarray]:
+    """Split a sentence into its words, each the ids of its pieces."""
+    return np.split(tokens, np.flatnonzero(~vocabulary.continues[tokens])[1:])
+
+
+def hide_word(
+    tokens: np.ndarray, vocabulary: Vocabulary, rng: np.random.Generator
+) -> tuple[np.ndarray, int] | None:
+    """Replace a random word of one piece by [MASK].
+
+    Returns (tokens, the hidden one); None if the sentence has no word of one piece.
+    """
+    words = split_words(tokens, vocabulary)
+    places = np.cumsum([0, *map(len, words)])[:-1]
+    whole = [
+        place
+        for place, word in zip(places, words, strict=True)
+        if len(word) == 1 and vocabulary.pieces[word[0]].isalpha()
+    ]
+    if not whole:
+        return None
+    place, masked = rng.choice(whole), tokens.copy()
+    masked[place] = vocabulary["[MASK]"]
+    return masked, int(tokens[place])
+
+
+def shuffle_words(
+    tokens: np.ndarray, vocabulary: Vocabulary, rng: np.random.Generator
+) -> np.ndarray:
+    """Put the words of a sentence in a random order."""
+    words = split_words(tokens, vocabulary)
+    return np.concatenate([words[i] for i in rng.permutation(len(words))])
+
+
+def to_text(tokens: np.ndarray, vocabulary: Vocabulary) -> str:
+    """Write tokens as words with spaces between them."""
+    return " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
+
+
+def enclose(tokens: np.ndarray, vocabulary: Vocabulary) -> list[int]:
+    return [vocabulary["[CLS]"], *tokens.tolist(), vocabulary["[SEP]"]]
+
+
+def tell_order(
+    model: BertForPreTraining, sentences: list[np.ndarray], vocabulary: Vocabulary, seed: int = 0
+) -> float:
+    """Compute the share of sentences that a model finds likelier than their words shuffled; a tie
+    counts half."""
+    rng = np.random.default_rng(seed)
+    shuffled = [shuffle_words(tokens, vocabulary, rng) for tokens in sentences]
+    both = [enclose(tokens, vocabulary) for tokens in (*sentences, *shuffled)]
+    scores = score_sentences(model, both, vocabulary, Accelerator(cpu=True))
+    return float(prefers_good(scores).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("export_dir", type=Path)
+    parser.add_argument("data_dir", type=Path, help="where the run's corpus was prepared")
+    args = parser.parse_args()
+    model, vocabulary = load_export(args.export_dir), read_vocabulary(args.export_dir)
+    store = TokenStore.open(args.data_dir / "store", "held_out", vocabulary)
+    sentences = choose_sentences(store, COMPARED)
+    if not sentences:
+        raise UserError(
+            f"{args.data_dir} holds out no sentence of {SHORTEST} to {LONGEST} tokens; fill your "
+            "own with python scripts/fill_mask.py EXPORT_DIR SENTENCE"
+        )
+
+    rng = np.random.default_rng(0)
+    hidden = [pair for tokens in sentences if (pair := hide_word(tokens, vocabulary, rng))]
+    hidden = hidden[:: max(len(hidden) // SHOWN, 1)][:SHOWN]
+    if hidden:
+        print("held-out sentences with a word hidden, and what the model would put there:")
+        masked = [enclose(tokens, vocabulary) for tokens, _ in hidden]
+        filled = fill_masks(model, masked, vocabulary, Accelerator(cpu=True))
+        for (tokens, truth), (best,) in zip(hidden, filled, strict=True):
+            print(f"  {to_text(tokens, vocabulary)}")
+            candidates = ", ".join(f"{piece} {p:.0%}" for piece, p in best)
+            print(f"    {candidates}; the truth: {vocabulary.pieces[truth]}")
+
+    torch.manual_seed(0)
+    fresh = BertForPreTraining(model.config, len(vocabulary), model.objectives)
+    found, chance = (tell_order(one, sentences, vocabulary) for one in (model, fresh))
+    print(
+        f"of {len(sentences)} held-out sentences, each beside its words in another order, it finds "
+        f"{found:.0%} likelier; the same network with random weights {chance:.0%}"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
