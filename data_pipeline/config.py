@@ -6,7 +6,7 @@ to `pretrain.config`, which adds them to the same dataclass.
 
 import difflib
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_args
 
 import yaml
@@ -24,6 +24,7 @@ RENAMED = {  # key of 0.1.0 -> key of today
 }
 PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
+WITHOUT_ACCENTS = {"en", "zh"}  # languages that lose next to nothing with their accents
 T = TypeVar("T")
 
 
@@ -136,7 +137,8 @@ class VocabConfig:
     lowercase: bool = True
     """Lower-case the text."""
     strip_accents: bool | None = None
-    """Drop accents; null: as `lowercase`, which is BERT's rule."""
+    """Drop accents: é becomes e, but also が か and 각 three letters. Null: with `lowercase`, where
+    all text is English or Chinese, whose published BERTs do so, or where `path` is given."""
     handle_chinese_chars: bool = True
     """Make every Chinese character a word of its own."""
     min_frequency: int = 2
@@ -230,6 +232,14 @@ class DataConfig:
         check(0 <= self.seed < 2**63, f"seed {self.seed} is not in [0, 2**63)")
         for section in (self.corpus, self.vocab, self.data, self.eval.probes):
             section.validate()
+
+    def text_rules(self) -> VocabConfig:
+        """The section `vocab` with `strip_accents` decided."""
+        if self.vocab.strip_accents is not None or self.vocab.path:
+            return self.vocab
+        languages = {source.language for source in self.corpus.each_source()}
+        strips = self.vocab.lowercase and languages <= WITHOUT_ACCENTS
+        return replace(self.vocab, strip_accents=strips)
 
 
 def check(holds: bool, message: str) -> None:

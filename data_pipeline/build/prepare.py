@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,7 +46,14 @@ from data_pipeline.common.folders import (
 )
 from data_pipeline.common.system import count_cpus
 from data_pipeline.config import PROBES_FILE, DataConfig, to_list
-from data_pipeline.corpus.readers import FileChunk, left_out, list_file_chunks, name_source
+from data_pipeline.corpus.readers import (
+    FileChunk,
+    Rejects,
+    left_out,
+    list_file_chunks,
+    name_source,
+    read_documents,
+)
 from data_pipeline.corpus.selection import (
     find_earlier,
     group_chunks,
@@ -55,13 +62,18 @@ from data_pipeline.corpus.selection import (
     select,
 )
 from data_pipeline.sampling.token_store import Vocabulary, read_manifest, read_vocabulary
-from data_pipeline.vocabulary.coverage import print_report, report_vocabulary
+from data_pipeline.vocabulary.coverage import (
+    measure_accents,
+    print_report,
+    report_vocabulary,
+)
 from data_pipeline.vocabulary.existing import make_vocabulary, read_existing
 from data_pipeline.vocabulary.training import write_tokenizer
 from data_pipeline.vocabulary.words import load_segmenter
 
 DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
 DATA_FILES += (PROBES_FILE,)
+SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 
 
@@ -157,13 +169,13 @@ class Work:
     """What the stages of one preparation share: a corpus, its settings and folders for results."""
 
     def __init__(self, config: DataConfig):
-        self.config, self.corpus, self.vocab = config, config.corpus, config.vocab
+        self.config, self.corpus, self.vocab = config, config.corpus, config.text_rules()
         self.data_dir = Path(config.data_dir).absolute()
         self.folder = self.data_dir / "work"
         self.chunks, self.existing = list_file_chunks(self.corpus), read_existing(self.vocab)
         self.probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
         self.pairs = read_pairs(named, self.probes.pairs_per_paradigm) if named else []
-        self.settings = store_settings(self.corpus, self.vocab, self.chunks, self.existing)
+        self.settings = store_settings(self.corpus, config.vocab, self.chunks, self.existing)
         # versions 1 and 2 divided the text among the tasks in another way
         self.name = settings_key(self.settings | {"work": 3})[:16]
         self.groups = group_chunks(self.chunks)
@@ -229,11 +241,26 @@ def join_words(work: Work) -> None:
         names = ", ".join(map(name_source, work.corpus.each_source()[:3]))
         raise UserError(f"{names}: {error}") from None
     report = report_vocabulary(pieces, len(work.existing), counts, unseen, work.vocab)
+    report["accents"] = measure_accents(sample_text(work), work.vocab)
     with atomic_folder(work.vocab_dir) as folder:
         write_tokenizer(folder, pieces, work.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
     print_report(report)
+
+
+def sample_text(work: Work) -> Iterator[str]:
+    """Yield documents from the start of each source, up to `SAMPLE` characters of it."""
+    for i, source in enumerate(work.corpus.each_source()):
+        size = 0
+        for chunk in (chunk for chunk in work.chunks if chunk.source == i):
+            for document in read_documents(chunk, source, Rejects()):
+                yield document[: SAMPLE - size]
+                size += len(document)
+                if size >= SAMPLE:
+                    break
+            if size >= SAMPLE:
+                break
 
 
 def plan_encoding(work: Work) -> Plan:
@@ -322,7 +349,7 @@ def is_prepared(work: Work) -> bool:
         return False
     manifest = read_manifest(store_dir)
     if manifest["schema"] == 1:
-        key = key_of_schema_1(work.corpus, work.vocab, work.chunks, work.existing)
+        key = key_of_schema_1(work.corpus, work.config.vocab, work.chunks, work.existing)
         different = [] if manifest["key"] == key else ["its version did not record which"]
     else:
         different = list_differences(manifest, work.settings)

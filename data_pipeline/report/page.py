@@ -20,12 +20,12 @@ from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store, percent, pieces_name
 from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
+from data_pipeline.vocabulary.coverage import describe_accents
 
 KINDS = {"mask": "[MASK]", "random": "a random piece in its place", "kept": "kept as it was"}
 FEW_DOCUMENTS = 1000  # below, random segments B are often of the same few documents
 MUCH_OF_THE_TEXT = 0.1  # share of a document that is too long to be about one thing
 MUCH_UNKNOWN = 0.01  # share of [UNK]
-WITHOUT_ACCENTS = ("en", "zh")  # languages that lose next to nothing with their accents
 
 
 # ------------------------------------------------------------------------------------- warnings
@@ -33,7 +33,7 @@ WITHOUT_ACCENTS = ("en", "zh")  # languages that lose next to nothing with their
 
 def list_warnings(result: dict) -> list[str]:
     """List what is unusual about the text and the vocabulary, what it does, and what to do."""
-    store, settings, warnings = result["store"], result["store"].get("settings", {}), []
+    store, warnings = result["store"], []
     if shortfall := held_out_shortfall(store):
         warnings.append(shortfall)
     if (documents := store["train"]["documents"]) < FEW_DOCUMENTS:
@@ -48,14 +48,8 @@ def list_warnings(result: dict) -> list[str]:
             f"document {longest['document']:,} holds {longest['share']:.0%} of all tokens; if it "
             "is several texts, mark where they begin (corpus.layout)"
         )
-    strips = settings.get("vocab.strip_accents")
-    if settings.get("vocab.lowercase", True) if strips is None else strips:
-        spoken = {value for name, value in settings.items() if name.endswith(".language")}
-        if others := sorted(spoken.difference(WITHOUT_ACCENTS)):
-            warnings.append(
-                f"accents are dropped (é becomes e), which changes words in {', '.join(others)}; "
-                "set vocab.strip_accents=false to keep them"
-            )
+    if lost := describe_accents(result.get("accents", {})):
+        warnings.append(lost)
     if (unknown := result["vocabulary"]["unknown"]) > MUCH_UNKNOWN:
         warnings.append(
             f"{percent(unknown)} of the tokens are [UNK], since the vocabulary lacks their "
@@ -293,7 +287,11 @@ def measure(config: DataConfig) -> dict:
     print(f"drawing the pairs of an epoch from {len(store):,} tokens")
     result = {"data_dir": str(config.data_dir), "store": store.manifest}
     result |= audit_store(store, config.data, config.seed)
-    return result | {"checks": result["checks"] + check_held_out(store.manifest)}
+    fit = json.loads((folder / "vocab/report.json").read_text(encoding="utf-8"))
+    return result | {
+        "accents": fit.get("accents", {}),  # stores of earlier versions did not measure it
+        "checks": result["checks"] + check_held_out(store.manifest),
+    }
 
 
 def check_held_out(manifest: dict) -> list[dict]:

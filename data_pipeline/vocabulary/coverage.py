@@ -4,11 +4,23 @@ The pieces are in the order of training, so that the first part of a vocabulary 
 vocabulary of the same corpus, and measuring that takes no further training.
 """
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
-from data_pipeline.vocabulary.training import SPECIAL_TOKENS, WordCounts, build_tokenizer
+from data_pipeline.vocabulary.training import (
+    SPECIAL_TOKENS,
+    WordCounts,
+    build_normalizer,
+    build_tokenizer,
+)
+from data_pipeline.vocabulary.words import END, WordSplitter
 
 LONGEST = 10  # number of longest pieces to show
 MUCH_UNKNOWN = 0.05  # fraction of [UNK] tokens that causes a warning
+MUCH_LOST = 0.001  # fraction of words that lose their accents to another word, likewise
 
 
 def report_vocabulary(
@@ -76,8 +88,58 @@ def measure_fit(pieces: list[str], words: WordCounts, vocab: VocabConfig) -> dic
     }
 
 
+def measure_accents(texts: Iterable[str], vocab: VocabConfig) -> dict:
+    """Measure what is lost where accents are dropped, on a sample of the text.
+
+    A word is lost if another word becomes the same as it and is more frequent (German `schön`
+    becomes `schon`), or if it falls apart into more characters (Korean syllables into letters).
+    Returns the fraction of `lost` words and up to three `examples`, (before, after), of the most
+    frequent ones; {} if accents are kept.
+    """
+    normalizers = build_normalizer(vocab), build_normalizer(replace(vocab, strip_accents=False))
+    if not normalizers[0].strip_accents:
+        return {}
+    drop, keep = map(WordSplitter, normalizers)
+    counts = Counter(word for text in texts for word in keep(text) if word != END)
+    after = {
+        word: b"".join(drop(word.decode())) for word in counts if not word.isascii()
+    }  # the others stay as they are
+    most = Counter({word: n for word, n in counts.items() if word.isascii()})
+    for word, short in after.items():
+        most[short] = max(most[short], counts[word])
+
+    def is_longer(word: bytes) -> bool:
+        return len(after[word].decode()) > len(word.decode())
+
+    lost = Counter(
+        {
+            word: counts[word]
+            for word, short in after.items()
+            if short != word and (is_longer(word) or most[short] > counts[word])
+        }
+    )
+    examples = [
+        (word.decode(), ("+" if is_longer(word) else "").join(after[word].decode()))
+        for word, _ in lost.most_common(3)
+    ]
+    return {"lost": lost.total() / max(counts.total(), 1), "examples": examples}
+
+
+def describe_accents(accents: dict) -> str | None:
+    """Say what is lost with the accents, if it is much; accents: from `measure_accents`."""
+    if accents.get("lost", 0) <= MUCH_LOST:
+        return None
+    examples = ", ".join(f"{before} becomes {after}" for before, after in accents["examples"])
+    return (
+        f"{accents['lost']:.1%} of the words turn into others as their accents are dropped "
+        f"({examples}); set vocab.strip_accents=false to keep them"
+    )
+
+
 def print_report(report: dict) -> None:
     """Print the report of a vocabulary for a human reader."""
+    if warning := describe_accents(report["accents"]):
+        print(red(f"warning: {warning}"))
     print(f"vocabulary: {report['size']:,} pieces, {report['distinct_words']:,} distinct words")
     print(f"  longest new pieces: {' '.join(report['longest_pieces']) or 'none'}")
     if report["words_too_long"]:

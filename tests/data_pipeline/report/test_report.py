@@ -350,29 +350,29 @@ def test_checks_are_folded_only_if_all_hold(result) -> None:
 def test_what_is_unusual_comes_first(result) -> None:
     store = result["store"]
 
-    def warned(documents=5000, share=0.01, unknown=0.001, **settings) -> list[str]:
-        settings = {f"vocab.{name}": value for name, value in settings.items()}
-        language = {"corpus.sources[0].language": settings.pop("vocab.language", "en")}
+    def warned(documents=5000, share=0.01, unknown=0.001, lost=0.0) -> list[str]:
         counts = {"documents": documents, "tokens": 10**6, "sentences": 10**5}
         return report.list_warnings(
             {
-                "store": {"train": counts, "held_out": counts, "settings": settings | language},
+                "store": {
+                    "train": counts,
+                    "held_out": counts,
+                },
                 "corpus": {"longest_documents": [{"document": 3, "share": share}]},
                 "vocabulary": {"unknown": unknown},
+                "accents": {"lost": lost, "examples": [("schön", "schon")]},
             }
         )
 
-    assert not warned(lowercase=True) and not warned(lowercase=False, language="de")
-    assert not warned(lowercase=True, strip_accents=False, language="de")
+    assert not warned()
     for unusual in (
         {"documents": 300},
         {"share": 0.4},
         {"unknown": 0.03},
-        {"lowercase": True, "strip_accents": None, "language": "de"},
-        {"lowercase": False, "strip_accents": True, "language": "ja"},
+        {"lost": 0.04},
     ):
         (line,) = warned(**unusual)
-        assert re.search("300 documents|40% of all|3.00 % of the tokens|words in (de|ja);", line)
+        assert re.search("300 documents|40% of all|3.00 % of the tokens|schön becomes schon", line)
 
     page = Page(report.render_page(result)).text
     first = page.index("documents are trained on")

@@ -13,15 +13,27 @@ from hypothesis import strategies as st
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
+from data_pipeline.config import (
+    CorpusConfig,
+    DataConfig,
+    PairsConfig,
+    SourceConfig,
+    VocabConfig,
+    load_config,
+)
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
-from data_pipeline.vocabulary.coverage import print_report, report_vocabulary
+from data_pipeline.vocabulary.coverage import (
+    measure_accents,
+    print_report,
+    report_vocabulary,
+)
 from data_pipeline.vocabulary.existing import read_existing
 from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     SPECIAL_TOKENS,
     WordCounts,
+    build_normalizer,
     build_tokenizer,
     merge_pairs,
     train_wordpiece,
@@ -370,3 +382,51 @@ def test_much_that_is_unknown_is_said(capsys: pytest.CaptureFixture):
         )
         print_report(report)
         assert ("warning: much is [UNK]" in capsys.readouterr().out) is said
+
+
+# --- accents --------------------------------------------------------------------------------------
+
+
+def test_words_that_accents_tell_apart_are_counted_as_lost_once_the_more_frequent_one_takes_them():
+    text = "schön schon schon schon über übers ein"
+    found = measure_accents([text, "schön schon"], VocabConfig(strip_accents=True))
+    assert found == {"lost": 2 / 9, "examples": [("schön", "schon")]}
+    korean = measure_accents(["가 x"], VocabConfig(strip_accents=True))
+    assert korean == {"lost": 0.5, "examples": [("가", "\u1100+\u1161")]}
+    assert measure_accents([text], VocabConfig(strip_accents=False)) == {}
+    assert measure_accents([], VocabConfig(strip_accents=True))["lost"] == 0
+
+
+@pytest.mark.parametrize(
+    "languages, given, strips",
+    [
+        (["en"], {}, True),
+        (["en", "zh"], {}, True),
+        (["en", "de"], {}, False),
+        (["ko"], {}, False),
+        (["en"], {"lowercase": False}, False),
+        (["de"], {"strip_accents": True}, True),
+        (["en"], {"strip_accents": False}, False),
+    ],
+)
+def test_accents_are_dropped_by_default_where_published_models_do(languages, given, strips) -> None:
+    corpus = CorpusConfig(sources=[SourceConfig(files=["a.txt"], language=x) for x in languages])
+    rules = DataConfig(corpus=corpus, vocab=VocabConfig(**given)).text_rules()
+    assert build_normalizer(rules).strip_accents is strips
+
+
+def test_an_existing_vocabulary_keeps_its_own_rule() -> None:
+    config = DataConfig(corpus=CorpusConfig(language="de"), vocab=VocabConfig(path="bert"))
+    assert build_normalizer(config.text_rules()).strip_accents is True
+
+
+def test_preparation_warns_of_words_that_lose_their_accents(tmp_path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("schön ist es schon, und schon.\n\n" * 200)
+    corpus = CorpusConfig(files=[str(tmp_path / "a.txt")], language="de", deduplicate=False)
+    for strips in (None, True):
+        vocab = VocabConfig(size=20, strip_accents=strips)
+        config = DataConfig(data_dir=str(tmp_path / str(strips)), corpus=corpus, vocab=vocab)
+        prepare(config, workers=1)
+        assert ("schön becomes schon" in capsys.readouterr().out) == bool(strips)
+        settings = json.loads((tmp_path / str(strips) / "vocab/tokenizer_config.json").read_text())
+        assert settings["strip_accents"] is bool(strips)
