@@ -1,11 +1,17 @@
 """What tests of several rooms share: where things are, a run as a process or here, what it left."""
 
 import json
+import multiprocessing
 import os
 import random
+import runpy
+import socket
 import subprocess
 import sys
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file
@@ -22,25 +28,80 @@ TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.micro_batch_siz
 NO_DROPOUT = ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0")
 
 
-def command(root: Path, run_dir: Path, *overrides: str, processes: int = 1) -> list[str]:
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "accelerate.commands.launch", "--config_file", str(CPU_2)]
-        launch += ["--num_processes", str(processes)]
-    return [*launch, "-m", "pretrain", str(root / "config.yaml"), f"run_dir={run_dir}", *overrides]
+def command(root: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """The words of `python -m pretrain`, after `python`."""
+    return ["-m", "pretrain", str(root / "config.yaml"), f"run_dir={run_dir}", *overrides]
 
 
-def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, launcher=(), **options):
-    """Run the command to its end; the completed process."""
-    python, *arguments = command(root, run_dir, *overrides, processes=processes)
-    return subprocess.run(
-        [*(launcher or [python]), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {}),
-        **options,
-    )
+def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, rank_1=(), **env: str):
+    """Train in forks to the end; the completed process.
+
+    rank_1: overrides that only the second rank is given.
+    """
+    words = command(root, run_dir, *overrides)
+    ranks = [[*words, *(rank_1 if rank == 1 else ())] for rank in range(processes)]
+    return fork(*ranks, **env)
+
+
+# An import of the loop takes three seconds of a core, so one process does it and forks for each
+# command. What a new interpreter, a launcher or a shell adds, `tests/test_commands.py` runs.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["pretrain.plan", "torch.distributed.fsdp", "transformers.models.bert", "matplotlib.pyplot"]
+)
+
+
+def fork(
+    *commands: list[str], folder: Path = ROOT, timeout: float = 120, **env: str
+) -> subprocess.CompletedProcess:
+    """Run `python` with the words of each command, as the ranks of one job if there are several.
+
+    The exit code of the job is that of the first to fail; the others have five seconds to end too.
+    """
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
+    if len(commands) > 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(len(commands))}
+    with TemporaryDirectory() as out:
+        ranks = []
+        for rank, words in enumerate(commands):
+            if len(commands) > 1:
+                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            one = FORKS.Process(target=become_python, args=(words, folder, dict(env), out))
+            ranks.append(one)
+            one.start()
+        code, running, end = 0, ranks, time.monotonic() + timeout
+        while running and time.monotonic() < end:
+            wait([rank.sentinel for rank in running], end - time.monotonic())
+            failed = next((rank.exitcode for rank in running if rank.exitcode), 0)
+            if failed and not code:
+                code, end = failed, time.monotonic() + 5
+            running = [rank for rank in running if rank.exitcode is None]
+        for rank in running:
+            rank.kill()
+        stdout, stderr = (Path(out, name).read_text("utf-8") for name in ("stdout", "stderr"))
+    assert code or not running, f"not over after {timeout} s: {commands[0]}\n{stderr}"
+    return subprocess.CompletedProcess(commands[0], code, stdout, stderr)
+
+
+def become_python(words: list[str], folder: Path, env: dict[str, str], out: str) -> None:
+    """Be the process of `python` with these words."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(out, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    torch.set_num_threads(1)
+    option, *sys.argv[1:] = words
+    if option == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    elif option == "-m":
+        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(option).parent))
+        runpy.run_path(option, run_name="__main__")
 
 
 def train_here(root: Path, run_dir: Path, *overrides: str) -> None:

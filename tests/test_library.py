@@ -1,6 +1,5 @@
 """The packages as a library, and the commands that an installation has."""
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -8,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, fork
 
 EXAMPLE = """
 from pathlib import Path
@@ -33,13 +32,7 @@ export.export_checkpoint(checkpoint, run, Path(folder) / "exported")
 
 
 def test_the_journey_can_be_made_from_python(prepared: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXAMPLE, str(prepared / "config.yaml"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    done = fork(["-c", EXAMPLE, str(prepared / "config.yaml"), str(tmp_path)])
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "exported/config.json").exists()
 

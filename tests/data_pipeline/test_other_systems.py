@@ -1,13 +1,12 @@
 """Where Linux's own calls are missing, as on macOS with Apple silicon, everything still works."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import fork
 
 from data_pipeline.common.system import count_cpus, die_with_parent
 from pretrain.models.cpu import cpu_supports, keep_freed_memory
@@ -50,13 +49,7 @@ run_command(lambda: pretrain.train.train(load_config(Config, config, overrides))
 def test_without_the_calls_of_linux_text_becomes_an_export(
     prepared: Path, tmp_path: Path, torch_drops: tuple[str, ...]
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MACOS, str(prepared / "config.yaml"), str(tmp_path), *torch_drops],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    done = fork(["-c", MACOS, str(prepared / "config.yaml"), str(tmp_path), *torch_drops])
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/export/model.safetensors").exists()
 

@@ -1,7 +1,6 @@
 """FSDP2 is DDP with less memory: the same losses, checkpoints that do not tell, and clipping."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,7 @@ def assert_near(a: Path, b: Path) -> None:
 
 
 def in_shards(prepared: Path, run_dir: Path, processes: int, *options: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += [f"--nproc_per_node={processes}"]
-    done = run(prepared, run_dir, *options, launcher=launcher, env=SHARDS)
+    done = run(prepared, run_dir, *options, processes=processes, **SHARDS)
     assert done.returncode == 0, done.stderr
 
 

@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_to_the_same_end(
     prepared: Path, straight: Path, tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
-        command(prepared, tmp_path),
+        [sys.executable, *command(prepared, tmp_path)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -199,7 +199,7 @@ def test_the_slurm_script_trains_on_two_machines(prepared: Path, tmp_path: Path)
     slurm |= {"JOB_NUM_NODES": 2, "GPUS_ON_NODE": 1}
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "scripts/pretrain.slurm", *command(prepared, tmp_path / "run")[3:], *TWO_STEPS],
+        ["bash", "scripts/pretrain.slurm", *command(prepared, tmp_path / "run")[2:], *TWO_STEPS],
         cwd=ROOT,
         env=os.environ
         | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
@@ -281,7 +281,7 @@ def test_fewer_processes_than_asked_for_are_refused(prepared: Path, tmp_path: Pa
     """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(
-        launch + command(prepared, tmp_path / "run")[1:],
+        launch + command(prepared, tmp_path / "run"),
         capture_output=True,
         text=True,
         timeout=120,
@@ -293,7 +293,7 @@ def test_fewer_processes_than_asked_for_are_refused(prepared: Path, tmp_path: Pa
 
 def test_two_jobs_cannot_use_one_run_folder(prepared: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        command(prepared, tmp_path, "train.max_steps=100000"),
+        [sys.executable, *command(prepared, tmp_path, "train.max_steps=100000")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -314,7 +314,8 @@ def test_no_space_left_keeps_the_checkpoints_before(
     """The file size limit of the process makes the write itself fail, as a full disk does."""
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints/step-00000012")
-    wrapped = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", *command(prepared, tmp_path)]
+    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", sys.executable]
+    wrapped = limited + command(prepared, tmp_path)
     done = subprocess.run(wrapped, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "no checkpoint at" in done.stderr.splitlines()[-1] and "free space" in done.stderr
@@ -368,10 +369,8 @@ def test_a_wandb_that_fails_does_not_stop_a_run(
 
 
 def test_wandb_works_offline(prepared: Path, tmp_path: Path) -> None:
-    done = run(
-        prepared, tmp_path, "tracking.wandb=some-project", "train.max_steps=4",
-        env={"WANDB_MODE": "offline"},
-    )  # fmt: skip
+    options = ("tracking.wandb=some-project", "train.max_steps=4")
+    done = run(prepared, tmp_path, *options, WANDB_MODE="offline")
     assert done.returncode == 0 and "wandb is off" not in done.stdout, done.stdout
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 

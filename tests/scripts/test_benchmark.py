@@ -29,7 +29,8 @@ def run(what: str, *arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("what", "with_peer", "alone"), [("data", 4, 2), ("loader", 8, 2), ("model", 5, 3)]
+    ("what", "with_peer", "alone"),
+    [("data", 4, 2), ("loader", 8, 2), pytest.param("model", 5, 3, marks=pytest.mark.slow)],
 )
 def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None:
     done = run(what, "--config", prepared / "config.yaml")
@@ -46,6 +47,7 @@ def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None
     assert sum(figure["peer"] is not None for figure in figures) == with_peer
 
 
+@pytest.mark.slow
 def test_both_sides_learn_for_as_long(prepared) -> None:
     done = run("learn", "--minutes", "0.04", "--config", prepared / "config.yaml")
     assert done.returncode == 0, done.stderr

@@ -4,14 +4,12 @@ import errno
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, SCHEMA_1, contents
+from helpers import SCHEMA_1, contents, fork
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_pairs import make_store
@@ -37,12 +35,12 @@ from data_pipeline.sampling.token_store import (
 OTHERS = ("model", "train", "tracking", "export")
 
 
-# 128 descriptors; a disk that is waited for 50,000 times would be all of the test's time
+# few descriptors; a disk that is waited for 50,000 times would be all of the test's time
 LIMITED = """
 import os, resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+descriptors, module, *sys.argv[1:] = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors),) * 2)
 os.fsync = lambda file: None
-module, *sys.argv[1:] = sys.argv[1:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
@@ -59,14 +57,17 @@ def config_of(files: list[str], data_dir: Path, **corpus) -> DataConfig:
 # --- many pieces ----------------------------------------------------------------------------------
 
 
-def test_a_corpus_of_3000_pieces_is_prepared_and_opened_under_128_descriptors(
-    prepared: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("chunks", "descriptors"), [(150, 48), pytest.param(3000, 128, marks=pytest.mark.slow)]
+)
+def test_a_corpus_of_many_chunks_is_prepared_and_opened_under_few_descriptors(
+    prepared: Path, tmp_path: Path, chunks: int, descriptors: int
 ) -> None:
-    """A piece is 16 MB of a plain file, so as many as 48 GB of text have."""
+    """A chunk is 16 MB of a plain file, so 3,000 are as many as 48 GB of text have."""
     documents = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")
     lines = [line for document in documents for line in document.splitlines() if len(line) > 40]
     (tmp_path / "texts").mkdir()
-    for i in range(3000):
+    for i in range(chunks):
         text = f"Number {i}. {lines[i % len(lines)]}\n"
         (tmp_path / f"texts/{i:04d}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "c.yaml").write_text(
@@ -76,17 +77,11 @@ def test_a_corpus_of_3000_pieces_is_prepared_and_opened_under_128_descriptors(
         "train: {max_steps: 2, global_batch_size: 8, micro_batch_size: 8, warmup_steps: 0}\n"
     )
     for command in ("data_pipeline c.yaml --workers 1", "pretrain c.yaml"):
-        done = subprocess.run(
-            [sys.executable, "-c", LIMITED, *command.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        done = fork(["-c", LIMITED, str(descriptors), *command.split()], folder=tmp_path)
         assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "data/store").rglob("*.npy"))) == 6
     manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())
-    assert manifest["train"]["documents"] + manifest["held_out"]["documents"] > 2900
+    assert manifest["train"]["documents"] + manifest["held_out"]["documents"] > 0.96 * chunks
 
 
 def test_a_large_store_keeps_where_its_parts_are_cut(
