@@ -10,6 +10,7 @@ import random
 
 import numpy as np
 
+from data_pipeline.sampling.pairs import BUCKET, RUN
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 
 Corpus = list[list[list[int]]]
@@ -298,6 +299,14 @@ def reference_pairs(
     pairs = [(*half, label) for half, label in zip(halves, labels, strict=True)]
     stream = key(seed, epoch, 1)
     return [pairs[i] for i in sorted(range(len(pairs)), key=lambda i: draw(stream, i) >> 32)]
+
+
+def gives_no_pairs(corpus: Corpus, **rules) -> bool:
+    """Whether the slow rules refuse a corpus, or find no pair in it."""
+    try:
+        return not reference_pairs(corpus, bucket_size=BUCKET, run=RUN, **rules)
+    except NotPossible:
+        return True
 
 
 # --- masks and batches ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -158,7 +159,7 @@ def test_a_value_out_of_range_is_named(tmp_path: Path, override: str, message: s
 
 
 KEYS = st.sampled_from(["seed", "vocab.size", "vocab", "corpus.files", "corpus.dataset", "a"])
-VALUES = st.text("[]{}:,'\"$?!&*#%@`|>- \n\tab1.é", max_size=8)
+VALUES = st.text("[]{}:,'\"$?!&*#%@`|>- \n\tab1.é", max_size=8) | st.integers(0, 999).map(str)
 
 
 @settings(max_examples=200, deadline=None)
@@ -167,9 +168,13 @@ VALUES = st.text("[]{}:,'\"$?!&*#%@`|>- \n\tab1.é", max_size=8)
 @example("a..b=1")
 def test_any_override_is_taken_or_refused(tmp_path_factory, override: str):
     try:
-        load(tmp_path_factory.getbasetemp(), MINIMAL, override)
+        config = load(tmp_path_factory.getbasetemp(), MINIMAL, override)
     except UserError:
-        pass
+        assert not re.fullmatch(r"seed=\d+", override)
+    else:
+        key, value = override.split("=", 1)
+        assert key.strip() in ("seed", "vocab.size", "corpus.files", "corpus.dataset")
+        assert key != "seed" or config.seed == int(yaml.safe_load(value))
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path):

@@ -13,6 +13,7 @@ from reference_pairs import (
     copied,
     corpus_of,
     draw,
+    gives_no_pairs,
     key,
     make_store,
     reference_pairs,
@@ -161,6 +162,8 @@ def test_pairs_of_any_corpus_keep_the_promises(corpus, max_seq_length, objective
     try:
         pairs = pairs_of(store, max_seq_length, objective=objective)
     except UserError:
+        rules = RULES | {"objective": objective}
+        assert gives_no_pairs(corpus, max_seq_length=max_seq_length, **rules)
         return
     a, b = lengths(pairs)
     assert a.min() > 0 and b.min() > 0 and (a + b).max() <= max_tokens
