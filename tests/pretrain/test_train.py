@@ -18,6 +18,7 @@ from helpers import (
     TWO_STEPS,
     assert_same_run,
     command,
+    fork,
     metrics,
     newest,
     run,
@@ -314,9 +315,9 @@ def test_no_space_left_keeps_the_checkpoints_before(
     """The file size limit of the process makes the write itself fail, as a full disk does."""
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints/step-00000012")
-    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", sys.executable]
-    wrapped = limited + command(prepared, tmp_path)
-    done = subprocess.run(wrapped, capture_output=True, text=True, timeout=120)
+    limit = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (200 << 10,) * 2); "
+    limit += "runpy.run_module('pretrain', run_name='__main__')"
+    done = fork(["-c", limit, *command(prepared, tmp_path)[2:]])
     assert done.returncode == 2, done.stderr
     assert "no checkpoint at" in done.stderr.splitlines()[-1] and "free space" in done.stderr
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]

@@ -2,13 +2,12 @@
 that program's rules. Nothing here asserts a time."""
 
 import json
-import os
 import random
 import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, fork
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -18,14 +17,8 @@ KEYS = ["figure", "unit", "ours", "peer", "ratio", "target", "runs", "spread", "
 
 
 def run(what: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/benchmark.py", what, "--runs", "1", "--sizes", "tiny"]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    options = [what, "--runs", "1", "--sizes", "tiny", *map(str, arguments)]
+    return fork([str(ROOT / "scripts/benchmark.py"), *options])
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from google_rule import audit_google, documents_of, google_pairs
-from helpers import ROOT
+from helpers import fork
 from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -416,8 +415,7 @@ def test_a_store_that_does_not_name_its_sources_has_a_page(result) -> None:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "data_pipeline.report", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return fork(["-m", "data_pipeline.report", *map(str, arguments)])
 
 
 def test_the_command_writes_both_files_and_says_what_holds(prepared, tmp_path) -> None:
