@@ -1,5 +1,6 @@
 """A small real corpus, prepared once: the reference topics that every Python carries, as prose."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,14 @@ train: {{max_steps: 12, global_batch_size: 16, micro_batch_size: 16, learning_ra
         warmup_steps: 2, log_every: 2, eval_every: 6, save_every: 4, eval_examples: 64,
         precision: fp32}}
 """
+
+
+def pytest_collection_finish() -> None:
+    """Hide from the garbage collector what imports have made.
+
+    A run of 12 steps collects twice, and 400,000 objects took it a third of its time.
+    """
+    gc.freeze()
 
 
 def write_corpus(path: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """What tests of several rooms share: where things are, a run as a process or here, what it left."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -47,7 +48,8 @@ def run(root: Path, run_dir: Path, *overrides: str, processes: int = 1, rank_1=(
 # command. What a new interpreter, a launcher or a shell adds, `tests/test_commands.py` runs.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["pretrain.plan", "torch.distributed.fsdp", "transformers.models.bert", "matplotlib.pyplot"]
+    ["pretrain.plan", "torch.distributed.fsdp", "matplotlib.pyplot"]
+    + ["transformers.models.bert.modeling_bert", "transformers.models.auto.tokenization_auto"]
 )
 
 
@@ -56,7 +58,7 @@ def fork(
 ) -> subprocess.CompletedProcess:
     """Run `python` with the words of each command, as the ranks of one job if there are several.
 
-    The exit code of the job is that of the first to fail; the others have five seconds to end too.
+    The exit code of the job is that of the first to fail; the others have 30 seconds to end too.
     """
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
     if len(commands) > 1:
@@ -77,7 +79,7 @@ def fork(
             wait([rank.sentinel for rank in running], end - time.monotonic())
             failed = next((rank.exitcode for rank in running if rank.exitcode), 0)
             if failed and not code:
-                code, end = failed, time.monotonic() + 5
+                code, end = failed, time.monotonic() + 30
             running = [rank for rank in running if rank.exitcode is None]
         for rank in running:
             rank.kill()
@@ -88,6 +90,7 @@ def fork(
 
 def become_python(words: list[str], folder: Path, env: dict[str, str], out: str) -> None:
     """Be the process of `python` with these words."""
+    gc.freeze()  # a run collects garbage twice, and need not look through what it shares
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
