@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from helpers import NO_DROPOUT, SCHEMA_1, contents, metrics, newest, train_here
 from safetensors.torch import load_file
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import load_config
+from data_pipeline.config import PairsConfig, load_config
 from pretrain.checkpoint import newest_checkpoint, read_state
-from pretrain.config import Config
+from pretrain.config import Config, ModelConfig, TrainConfig
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.train import train
 
@@ -132,6 +133,19 @@ def test_what_changes_them_is_refused_by_name_even_with_extend(override: str, na
     for extend in (False, True):
         with pytest.raises(UserError, match=named):
             check(fingerprint(), fingerprint(override), extend=extend)
+
+
+FREE = {  # change neither data nor mathematics
+    *("extend", "compile", "gradient_checkpointing", "micro_batch_size"),
+    *("log_every", "eval_every", "eval_examples", "save_every", "keep_checkpoints", "timeout_s"),
+}
+
+
+def test_every_setting_of_model_data_and_training_is_compared_or_free() -> None:
+    found = fingerprint()
+    compared = {name.rpartition(".")[2] for name in found} | found["phases"][0].keys()
+    settings = {f.name for part in (ModelConfig, PairsConfig, TrainConfig) for f in fields(part)}
+    assert settings - compared == FREE
 
 
 # --- more steps -----------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_the_slurm_script_trains_on_two_machines(prepared: Path, tmp_path: Path)
         | {"PATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "2 x cpu" in done.stdout
@@ -285,7 +285,7 @@ def test_fewer_processes_than_asked_for_are_refused(prepared: Path, tmp_path: Pa
         launch + command(prepared, tmp_path / "run"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode != 0
     assert "asked for several processes and started one" in done.stderr
