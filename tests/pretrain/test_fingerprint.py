@@ -135,6 +135,12 @@ def test_what_changes_them_is_refused_by_name_even_with_extend(override: str, na
             check(fingerprint(), fingerprint(override), extend=extend)
 
 
+@pytest.mark.parametrize("name", ["vocab_sha256", "data_sha256", "train.precision"])
+def test_another_vocabulary_text_or_precision_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} was 'another'"):
+        check(fingerprint() | {name: "another"}, fingerprint(), extend=True)
+
+
 FREE = {  # change neither data nor mathematics
     *("extend", "compile", "gradient_checkpointing", "micro_batch_size"),
     *("log_every", "eval_every", "eval_examples", "save_every", "keep_checkpoints", "timeout_s"),

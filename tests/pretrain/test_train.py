@@ -159,6 +159,18 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     assert_same_run(tmp_path, straight)
 
 
+def test_a_run_that_goes_on_between_two_lines_of_its_log_counts_the_steps_before(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """Saved after step 8, which the line of step 9 counts with step 7."""
+    options = ("train.log_every=3", "train.save_every=4")
+    train_here(prepared, tmp_path / "a", *options)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b/checkpoints/step-00000012")
+    train_here(prepared, tmp_path / "b", *options)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_finished_run_only_exports_again(prepared: Path, straight: Path, tmp_path: Path) -> None:
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "export")
