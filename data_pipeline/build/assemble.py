@@ -177,7 +177,7 @@ def describe_sources(
             rejects.update(found["rejects"])
             sizes["bytes"] += found["bytes"]
             for split in SPLITS:
-                sizes.update(found[split])
+                sizes.update({n: value for n, value in found[split].items() if n != "bytes"})
             for entry in json.loads((shard / "entries.json").read_text()).values():
                 sizes["tokens"] += entry["tokens"]
         about = {"name": name_source(source), "layout": ", ".join(layouts), "weight": source.weight}
