@@ -155,7 +155,7 @@ def type_in(line: str, folder: Path) -> subprocess.CompletedProcess:
     """Run a line, the parts of it that call `python` in forks and the others in a shell."""
     for part in line.split(" && "):
         name, *words = shlex.split(part)
-        if name == "python":
+        if name == "python" and "<<<" not in part:
             done = fork(words, folder=folder)
         else:
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

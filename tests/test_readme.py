@@ -67,7 +67,8 @@ def test_quickstart_goes_from_a_file_to_a_filled_mask(prepared: Path) -> None:
         for path in set((ROOT / name).glob("*")) - before:  # named after the file
             shutil.rmtree(path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"%(, \S+ \d+%){4}\n", done.stdout), done.stdout
+    assert re.search(r"%(, \S+ \d+%){4}; the truth: ", done.stdout), done.stdout
+    assert "the same network with random weights" in done.stdout
     assert "held-out MLM loss" in done.stdout + done.stderr
 
 

@@ -56,7 +56,7 @@ def test_a_wheel_carries_every_module_and_recipe(site: Path) -> None:
         path.relative_to(ROOT)
         for name in ("data_pipeline", "pretrain")
         for path in (ROOT / name).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html") or path.name == "py.typed"
     }
     recipes = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
     wanted |= {"pretrain" / path for path in recipes}

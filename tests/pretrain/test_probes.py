@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -117,11 +116,8 @@ def test_probes_are_in_the_summary_and_the_card(probed: Path, tmp_path: Path, ca
 def test_many_processes_score_as_one(probed, run_dir, tmp_path, shards) -> None:
     options = ("train.max_steps=6", "train.warmup_steps=2", "train.micro_batch_size=8")
     train_here(probed, tmp_path / "one", *options)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if shards else {}
-    done = run(
-        probed, tmp_path / "two", *options, launcher=[*launcher, "--nproc_per_node=2"], env=env
-    )
+    done = run(probed, tmp_path / "two", *options, processes=2, **env)
     assert done.returncode == 0, done.stderr
     (one,), (two,) = evaluations(tmp_path / "one"), evaluations(tmp_path / "two")
     assert one.keys() == two.keys()

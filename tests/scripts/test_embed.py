@@ -110,5 +110,5 @@ def test_what_a_model_cannot_give_is_refused(straight, tmp_path) -> None:
 def test_a_text_that_is_too_long_is_cut_and_told(straight, capsys) -> None:
     long = "value " * 600
     found = embed.embed(straight / "export", [long, long[: 6 * 510]], "mean")
-    assert "warning: 1 texts cut to 512 tokens" in capsys.readouterr().err
+    assert "warning: 2 texts cut to 64 tokens" in capsys.readouterr().err
     assert np.array_equal(found[0], found[1])

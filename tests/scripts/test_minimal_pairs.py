@@ -175,7 +175,7 @@ def test_an_error_is_one_line(straight, tmp_path) -> None:
     done = run("--model", straight / "export", "--data", tmp_path / "a.tsv")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert "the model takes 512; shorten the sentence [CLS] " in done.stderr
+    assert "the model takes 64; shorten the sentence [CLS] " in done.stderr
 
 
 def test_bytes_that_are_not_text_are_named(tmp_path) -> None:

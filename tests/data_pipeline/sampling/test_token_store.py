@@ -77,7 +77,8 @@ def test_a_corpus_of_many_chunks_is_prepared_and_opened_under_few_descriptors(
         "train: {max_steps: 2, global_batch_size: 8, micro_batch_size: 8, warmup_steps: 0}\n"
     )
     for command in ("data_pipeline c.yaml --workers 1", "pretrain c.yaml"):
-        done = fork(["-c", LIMITED, str(descriptors), *command.split()], folder=tmp_path)
+        words = ["-c", LIMITED, str(descriptors), *command.split()]
+        done = fork(words, folder=tmp_path, timeout=1200)
         assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "data/store").rglob("*.npy"))) == 6
     manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())

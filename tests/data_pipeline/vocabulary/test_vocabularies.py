@@ -379,7 +379,7 @@ def test_much_that_is_unknown_is_said(capsys: pytest.CaptureFixture):
     for pieces, said in ((["a", "##b", "中"], False), (["a", "##b"], True)):
         report = report_vocabulary(
             [*SPECIAL_TOKENS, *pieces], 0, words, WordCounts(), VocabConfig()
-        )
+        ) | {"accents": {}}
         print_report(report)
         assert ("warning: much is [UNK]" in capsys.readouterr().out) is said
 
