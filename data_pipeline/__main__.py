@@ -10,7 +10,7 @@ from data_pipeline.config import DataConfig, load_config
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data_pipeline", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--workers", type=int, help="processes; default: one per core")
     parser.add_argument("--cluster", metavar="ADDRESS", help="use the workers of a dask scheduler")
     parser.add_argument("--task-index", type=int, metavar="I", help="in a job array: do tasks")

@@ -18,7 +18,7 @@ def main() -> None:
         return recipes.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args()
     config = load_config(Config, args.config, args.overrides)
 

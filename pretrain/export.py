@@ -18,6 +18,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -108,7 +109,7 @@ def write_json(path: Path, value: dict) -> None:
 def load_export(folder: Path) -> BertForPreTraining:
     """Load this project's model, in float32, from an exported folder.
 
-    Raises `UserError` if there is none.
+    Raises `UserError` if there is none, or if its files are damaged or do not fit together.
     """
     missing = [name for name in FILES[:-1] if not (folder / name).exists()]
     check(
@@ -116,19 +117,51 @@ def load_export(folder: Path) -> BertForPreTraining:
         f"no exported model in {folder}, {' and '.join(missing[:2])} missing; python -m pretrain "
         "makes one, and python -m pretrain.export exports any checkpoint",
     )
-    settings = json.loads((folder / "config.json").read_text())
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is damaged: {error}; export it again") from None
     absent = [name for name in ModelConfig.__dataclass_fields__ if name not in settings]
     check(
         not absent,
         f"{folder / 'config.json'} has no {' and no '.join(absent[:2])}, which every export of "
         "this project has; give a folder that python -m pretrain.export wrote",
     )
+    check_weights(folder)
+    pieces = len(read_vocabulary(folder))
+    check(
+        pieces == settings["vocab_size"],
+        f"{folder / 'vocab.txt'} has {pieces:,} pieces, and config.json says "
+        f"{settings['vocab_size']:,}; export the model again",
+    )
+    try:
+        return read_model(folder)
+    except (KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder / 'model.safetensors'} is not of the model in config.json: {reason}"
+        ) from None
+
+
+def read_model(folder: Path) -> BertForPreTraining:
+    """Read the model of a sound export, in float32."""
+    settings = json.loads((folder / "config.json").read_text())
     known = {name: settings[name] for name in ModelConfig.__dataclass_fields__}
     objectives = objectives_of("nsp" if WITH_PAIRS in settings["architectures"] else "none")
     model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"], objectives)
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict(from_hf(weights, list(model.state_dict())))
     return model.eval()
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `UserError` if the file of weights in an exported folder is cut short or damaged."""
+    path = folder / "model.safetensors"
+    if path.exists():
+        try:
+            safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged: {error}; export or copy it again") from None
 
 
 # ------------------------------------------------------------------- the folder of the user
@@ -226,7 +259,7 @@ def check_export(model: BertForPreTraining, folder: Path) -> str:
     batch = probe_batch(len(model.mlm.bias), model.config.max_position_embeddings)
     with torch.no_grad():
         wanted = model.logits(batch)
-        found = load_export(folder).logits(batch)
+        found = read_model(folder).logits(batch)
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back"
     vocabulary = read_vocabulary(folder)
@@ -446,7 +479,7 @@ def main() -> None:
     check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():
         checkpoint = newest_checkpoint(checkpoint / "checkpoints")
-        check(checkpoint is not None, f"{args.source} has no sound checkpoint yet")
+        check(checkpoint is not None, f"{args.source} has no sound checkpoint")
     elif fault := find_fault(checkpoint):
         raise UserError(
             f"{checkpoint} is neither a run folder nor a sound checkpoint ({fault}); give a "

@@ -312,7 +312,7 @@ def check(config: Config) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain.plan", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--check", action="store_true", help="learn one batch by heart instead")
     parser.add_argument(
         "--tokens", type=float, metavar="N", help="of a corpus that is not prepared yet: 3.3e9"

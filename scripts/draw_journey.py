@@ -383,7 +383,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("out", metavar="OUT.svg", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     draw_journey(load_config(Config, args.config, args.overrides), args.out)

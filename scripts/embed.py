@@ -15,6 +15,7 @@ from torch import Tensor
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
+from pretrain.export import check_weights
 
 BATCH = 64  # texts of about equal length in one pass
 
@@ -58,6 +59,7 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
             "transformers is not installed; install it: pip install -e '.[hf]'"
         ) from None
     check((model_dir / "config.json").exists(), f"no exported model in {model_dir}")
+    check_weights(model_dir)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)

@@ -42,6 +42,7 @@ from data_pipeline.common.errors import run_command
 from data_pipeline.common.folders import hash_file, write_file
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
+from pretrain.export import check_weights
 from pretrain.model_card import project_version
 from pretrain.models.cpu import cpu_supports
 
@@ -185,6 +186,7 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         args.task != "classification" or task.outputs > 1,
         f"{args.train} holds one label only; wanted two or more",
     )
+    check_weights(Path(args.model))
     tokenizer, splits = AutoTokenizer.from_pretrained(args.model), {}
     for name, part in examples.items():
         units = task.encode(part, tokenizer, args.max_length)

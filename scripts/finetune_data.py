@@ -140,7 +140,8 @@ class Row:
             known = ", ".join(COLUMNS[what])
             raise UserError(
                 f"{self.place}: no column for {what} ({self.columns.get(what, known)}) among "
-                f"{', '.join(self.cells)}; name it with --columns {what}=NAME"
+                f"{', '.join(self.cells)}, the names in the file's first line; name it with "
+                f"--columns {what}=NAME, or write the names of the columns above the data"
             )
         return self.cells[name]
 

@@ -323,7 +323,7 @@ def main() -> None:
     """Write the report of a prepared corpus, and print its checks."""
     parser = argparse.ArgumentParser(prog="python -m data_pipeline.report", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args()
     config = load_config(
         DataConfig, args.config, args.overrides, others=("model", "train", "tracking", "export")

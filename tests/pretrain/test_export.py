@@ -1109,6 +1109,24 @@ def test_fill_mask_explains_a_sentence_it_cannot_fill_in_one_line(
     assert_one_line_error(capsys, words)
 
 
+@pytest.mark.parametrize(
+    "name, size, words",
+    [
+        ("model.safetensors", 1000, "model.safetensors is damaged"),
+        ("config.json", 1, "config.json is damaged"),
+        ("vocab.txt", 60, "pieces, and config.json says"),
+    ],
+)
+def test_a_damaged_export_is_explained_in_one_line(
+    name, size, words, script, exported, tmp_path, monkeypatch, capsys
+) -> None:
+    shutil.copytree(exported, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / name, size)
+    with pytest.raises(SystemExit, match="2"):
+        run_script(script, monkeypatch, tmp_path / "cut", "A [MASK].")
+    assert_one_line_error(capsys, words)
+
+
 def test_fill_mask_explains_a_folder_without_a_model_in_one_line(
     script, tmp_path, monkeypatch, capsys
 ) -> None:

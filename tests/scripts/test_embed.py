@@ -1,6 +1,7 @@
 """Sentence vectors are what their names say, computed by hand from transformers' states."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -112,3 +113,10 @@ def test_a_text_that_is_too_long_is_cut_and_told(straight, capsys) -> None:
     found = embed.embed(straight / "export", [long, long[: 6 * 510]], "mean")
     assert "warning: 2 texts cut to 64 tokens" in capsys.readouterr().err
     assert np.array_equal(found[0], found[1])
+
+
+def test_cut_weights_are_named(straight, tmp_path) -> None:
+    shutil.copytree(straight / "export", tmp_path / "cut")
+    os.truncate(tmp_path / "cut/model.safetensors", 1000)
+    with pytest.raises(UserError, match="model.safetensors is damaged"):
+        embed.embed(tmp_path / "cut", TEXTS[:3], "mean")
