@@ -18,6 +18,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
+    broadcast,
     broadcast_object_list,
     gather_object,
 )
@@ -46,6 +47,7 @@ from pretrain.objectives import objectives_of
 from pretrain.optim import build_optimizers
 from pretrain.probes import Probes
 from pretrain.sharding import wrap_model
+from pretrain.word_vectors import word_vectors
 
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "checkpoints")
 RUN_FILES += ("export", "vocab")
@@ -113,7 +115,7 @@ def set_up(config: Config) -> Run:
     if checkpoint:
         load_model(checkpoint, bare)
     else:
-        bare.start_at_frequencies(torch.from_numpy(sample_counts(store)))
+        start_from_corpus(bare, store, accelerator)
     compiled = settings.compile
     if compiled is None:
         compiled = accelerator.device.type == "cuda"
@@ -241,6 +243,20 @@ def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
     model = BertForPreTraining(config.model, vocab_size, objectives)
     model.gradient_checkpointing = config.train.gradient_checkpointing
     return model
+
+
+def start_from_corpus(
+    model: BertForPreTraining, store: TokenStore, accelerator: Accelerator
+) -> None:
+    """Set the MLM bias and the word embeddings of a new model to what counting tells about its
+    corpus (a collective call)."""
+    model.start_at_frequencies(torch.from_numpy(sample_counts(store)))
+    accelerator.print("starting the word embeddings from the neighbours of each token")
+    vectors = torch.zeros_like(model.embeddings.word.weight.detach(), device=accelerator.device)
+    if accelerator.is_main_process:
+        vectors = word_vectors(store, vectors.shape[1], accelerator.device)
+    # from one rank, because another machine may round otherwise
+    model.start_at_vectors(broadcast(vectors).to(model.embeddings.word.weight.device))
 
 
 def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:

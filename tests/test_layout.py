@@ -23,7 +23,7 @@ FLOORS = [
     ("pretrain.models", "cpu attention bert"),
     ("pretrain", "sharding optim fingerprint"),
     ("pretrain", "checkpoint metrics evaluate probes monitor describe tracking model_card export"),
-    ("pretrain", "report run_setup train assumed plan recipes __main__"),
+    ("pretrain", "report word_vectors run_setup train assumed plan recipes __main__"),
 ]
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]
 RANKS = {name: rank for rank, name in enumerate(NAMES)}

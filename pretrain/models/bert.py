@@ -168,6 +168,16 @@ class BertForPreTraining(nn.Module):
         """
         self.mlm.bias.copy_(((counts + 0.1) / (counts + 0.1).sum()).log())
 
+    @torch.no_grad()
+    def start_at_vectors(self, vectors: Tensor) -> None:
+        """Set the word embeddings to `vectors` (V, D), scaled to the length of the random ones.
+
+        Those of tokens whose vector is 0 stay random.
+        """
+        length = self.config.initializer_range * vectors.shape[1] ** 0.5
+        known = vectors.any(1)
+        self.embeddings.word.weight[known] = length * F.normalize(vectors[known])
+
     @property
     def architecture(self) -> str:
         """The class of transformers with the same heads."""

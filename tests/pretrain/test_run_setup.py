@@ -6,7 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import TWO_STEPS, fork, run, train_here
+import torch
+import torch.nn.functional as F
+from helpers import TWO_STEPS, fork, newest, run, train_here
+
+from pretrain.word_vectors import word_vectors
 
 
 @pytest.mark.parametrize(
@@ -63,3 +67,20 @@ print(resident() - before)
 """
     done = fork(["-c", script])
     assert 190 < int(done.stdout) < 250  # MB, of 200 that were freed
+
+
+def test_a_new_run_starts_at_the_word_vectors_of_its_corpus(
+    prepared: Path, store, tmp_path: Path
+) -> None:
+    still = ("train.max_steps=1", "train.warmup_steps=0", "train.learning_rate=1e-12")
+    for processes in (1, 2):
+        done = run(prepared, tmp_path / str(processes), *still, processes=processes)
+        assert done.returncode == 0, done.stderr
+    found, of_two = (newest(tmp_path / name)["embeddings.word.weight"] for name in "12")
+    assert torch.allclose(found, of_two, atol=1e-6)
+    torch.manual_seed(1)
+    wanted = word_vectors(store, found.shape[1], torch.device("cpu"))
+    known = wanted.any(1)
+    assert known.sum() > len(wanted) / 2
+    alike = F.cosine_similarity(found @ found[known].T, wanted @ wanted[known].T)
+    assert alike[known].median() > 0.8  # in whichever basis; of random vectors, about 0

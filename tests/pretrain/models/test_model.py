@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from data_pipeline.config import PairsConfig
@@ -366,3 +367,18 @@ def test_a_model_starts_at_the_frequencies_of_its_tokens(batch, vocabulary) -> N
     loss = -np.log(p[batch.masked_labels]).mean()  # by the frequencies alone
     found = model.eval().score(batch)[0].mean().item()
     assert abs(found - loss) < 0.05  # random weights add little
+
+
+def test_a_model_starts_at_word_vectors_of_the_length_of_random_ones(vocabulary) -> None:
+    config = replace(TINY, initializer_range=0.02)
+    model = BertForPreTraining(config, len(vocabulary))
+    random = model.embeddings.word.weight.detach().clone()
+    vectors = torch.randn(len(vocabulary), config.hidden_size)
+    vectors[5] = 0  # nothing is known of it
+    model.start_at_vectors(vectors)
+    found = model.embeddings.word.weight.detach()
+    assert torch.equal(found[5], random[5]) and model.embeddings.word.weight.requires_grad
+    others = torch.arange(len(vocabulary)) != 5
+    assert torch.allclose(F.cosine_similarity(found, vectors)[others], torch.ones(()))
+    length = 0.02 * config.hidden_size**0.5
+    assert torch.allclose(found[others].norm(dim=1), torch.tensor(length))
