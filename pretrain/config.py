@@ -128,6 +128,9 @@ class TrainConfig:
     """Added to the root of the squared gradients."""
     max_grad_norm: float = 1.0
     """Largest gradient norm, to which gradients are clipped; 0: no clipping."""
+    bag_of_words_weight: float = 0.0
+    """Weight of a loss that predicts from [CLS] which tokens of a sequence are masked; 0: without
+    it. Small models learn more by it, words and pairs too, for 3 % of a step."""
     gradient_checkpointing: bool = False
     """Store only the input of each layer and recompute the rest in the backward pass: the same
     results in less memory, with a third more compute."""
@@ -157,6 +160,10 @@ class TrainConfig:
         for name in (counts + " save_every keep_checkpoints timeout_s").split():
             check(getattr(self, name) >= 1, f"train.{name} {getattr(self, name)} is below 1")
         check(0 < self.learning_rate < inf, "train.learning_rate is not a number above 0")
+        check(
+            0 <= self.bag_of_words_weight < inf,
+            f"train.bag_of_words_weight {self.bag_of_words_weight} is not a number from 0",
+        )
         for name in ("warmup_steps", "decay_steps"):
             check_steps(f"train.{name}", getattr(self, name) or 0)
         warmup = count_steps(self.warmup_steps, self.max_steps)

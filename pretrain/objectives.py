@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_pipeline.sampling.baselines import (
@@ -89,11 +90,43 @@ class SentencePairs:
         }
 
 
+@dataclass(frozen=True)
+class BagOfWords:
+    """Predict from [CLS] which tokens of the sequence are masked, in no order, by the MLM head.
+
+    Teaches [CLS] what a sequence is about, at no parameter more (Ma et al. 2024, arXiv:2401.11248,
+    who predict all tokens of the sequence).
+    """
+
+    name: ClassVar[str] = "bag"
+    weight: float
+
+    def count(self, batch: Batch) -> int:
+        return len(batch.masked_labels)
+
+    def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        """Compute the row of a batch, as `MaskedLM.measure` does."""
+        x = model.mlm(hidden.index_select(0, batch.cu_seqlens[:-1]))  # (B, D)
+        logits = F.linear(x, model.embeddings.word.weight, model.mlm.bias).float()  # (B, V)
+        sequence = batch.sequence_ids[batch.masked_positions]
+        loss = -logits.log_softmax(1)[sequence, batch.masked_labels].sum()
+        right = (logits.argmax(1)[sequence] == batch.masked_labels).sum()
+        return row(loss, right, self.count(batch))
+
+    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
+        return {}  # those of MLM
+
+
 def row(loss: Tensor, right: Tensor, count: int) -> Tensor:
     """Stack the three sums of an objective; only the loss has a gradient."""
     return torch.stack([loss, right.to(loss.dtype), torch.full_like(loss, count).detach()])
 
 
-def objectives_of(name: str) -> tuple[MaskedLM | SentencePairs, ...]:
-    """Build the objectives of a run from `data.objective`; `none` trains MLM alone."""
-    return (MaskedLM(),) if name == "none" else (MaskedLM(), SentencePairs())
+def objectives_of(
+    name: str, bag_of_words_weight: float = 0.0
+) -> tuple[MaskedLM | SentencePairs | BagOfWords, ...]:
+    """Build the objectives of a run, MLM first, from `data.objective` (`none` trains no pairs) and
+    `train.bag_of_words_weight` (0 trains no bag of words)."""
+    pairs = () if name == "none" else (SentencePairs(),)
+    bag = (BagOfWords(bag_of_words_weight),) if bag_of_words_weight else ()
+    return (MaskedLM(), *pairs, *bag)

@@ -239,7 +239,7 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
 def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
     """Build the initial model, with the heads of its objectives."""
     torch.manual_seed(config.seed)
-    objectives = objectives_of(config.data.objective)
+    objectives = objectives_of(config.data.objective, config.train.bag_of_words_weight)
     model = BertForPreTraining(config.model, vocab_size, objectives)
     model.gradient_checkpointing = config.train.gradient_checkpointing
     return model

@@ -19,7 +19,7 @@ from pretrain.config import ModelConfig
 from pretrain.loss import score_labels
 from pretrain.models.attention import attend
 from pretrain.models.cpu import TOKEN_MULTIPLE, Dropout
-from pretrain.objectives import ROW, objectives_of
+from pretrain.objectives import ROW, SentencePairs, objectives_of
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -138,11 +138,12 @@ class BertForPreTraining(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.objectives = objectives
+        has_pairs = any(isinstance(one, SentencePairs) for one in objectives)
         self.embeddings = Embeddings(config, vocab_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.pooler = nn.Linear(size, size) if len(objectives) > 1 else None
+        self.pooler = nn.Linear(size, size) if has_pairs else None
         self.mlm = MaskedLMHead(config, vocab_size)
-        self.nsp = nn.Linear(size, 2) if len(objectives) > 1 else None
+        self.nsp = nn.Linear(size, 2) if has_pairs else None
         self.config = config
         self.gradient_checkpointing = False  # saves memory, costs compute
         self.apply(self.initialize)
@@ -245,7 +246,7 @@ def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
 
     A multiplication and its addition count as two, and the backward pass as twice the forward pass.
     Counts the matrix products on real tokens, masked positions and pairs; neither padding nor
-    dropout, norms and activations.
+    dropout, norms, activations and the bag of words.
     """
     size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
     lengths = batch.cu_seqlens.diff()

@@ -24,6 +24,7 @@ from helpers import (
     run,
     train_here,
 )
+from transformers import AutoModelForPreTraining
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
@@ -392,6 +393,22 @@ def test_wandb_works_offline(prepared: Path, tmp_path: Path) -> None:
 def test_the_other_objectives_train(prepared: Path, tmp_path: Path, objective: str) -> None:
     train_here(prepared, tmp_path, f"data.objective={objective}", "train.max_steps=4")
     assert ("eval/nsp_accuracy" in metrics(tmp_path)[-1]) == (objective == "sop")
+
+
+def test_a_bag_of_words_trains_beside_the_others_and_is_part_of_the_fingerprint(
+    prepared: Path, tmp_path: Path
+) -> None:
+    bag = ["train.max_steps=4", "train.bag_of_words_weight=0.5"]
+    train_here(prepared, tmp_path, *bag)
+    last = metrics(tmp_path)[-1]
+    parts = last["eval/mlm_loss"] + last["eval/nsp_loss"] + 0.5 * last["eval/bag_loss"]
+    assert last["eval/loss"] == pytest.approx(parts)
+    assert list(AutoModelForPreTraining.from_pretrained(tmp_path / "export").cls._modules) == [
+        "predictions",
+        "seq_relationship",
+    ]
+    with pytest.raises(UserError, match="bag_of_words_weight was 0.5, is 0.0"):
+        train_here(prepared, tmp_path, "train.max_steps=4")
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "lamb"])

@@ -18,6 +18,7 @@ from pretrain.config import ModelConfig
 from pretrain.models.attention import attend_padded
 from pretrain.models.bert import BertForPreTraining, hf_config, to_hf
 from pretrain.models.cpu import TOKEN_MULTIPLE, attend_groups
+from pretrain.objectives import objectives_of
 
 TINY = ModelConfig(
     hidden_size=32,
@@ -382,3 +383,22 @@ def test_a_model_starts_at_word_vectors_of_the_length_of_random_ones(vocabulary)
     assert torch.allclose(F.cosine_similarity(found, vectors)[others], torch.ones(()))
     length = 0.02 * config.hidden_size**0.5
     assert torch.allclose(found[others].norm(dim=1), torch.tensor(length))
+
+
+@pytest.mark.parametrize("pairs", ["nsp", "none"])
+def test_the_bag_of_words_is_what_cls_says_of_each_masked_token(store, vocabulary, pairs) -> None:
+    model = BertForPreTraining(TINY, len(vocabulary), objectives_of(pairs, 0.5)).eval()
+    assert (model.pooler is None) == (pairs == "none")  # it brings no head
+    bag = model.objectives[-1]
+    assert (bag.name, bag.weight) == ("bag", 0.5)
+    batch = BatchSource(store, PairsConfig(max_seq_length=48, objective=pairs), seed=5).batch(0, 6)
+    loss, right, count = model(batch)[-1].tolist()
+    hidden, wanted, hits = model.encode(batch), 0.0, 0
+    for position, label in zip(batch.masked_positions, batch.masked_labels, strict=True):
+        start = max(s for s in batch.cu_seqlens.tolist() if s <= position)  # of its sequence
+        x = model.mlm(hidden[start])
+        logits = (model.embeddings.word.weight @ x + model.mlm.bias).double()
+        wanted -= logits.log_softmax(0)[label].item()
+        hits += int(logits.argmax() == label)
+    assert count == len(batch.masked_labels)
+    assert loss == pytest.approx(wanted, rel=1e-4) and right == hits
