@@ -98,6 +98,9 @@ def say_evaluation(metrics: dict[str, float]) -> str:
             f"held-out MLM loss {metrics['eval/mlm_loss']:.3f} nats (unigram entropy "
             f"{metrics['eval/unigram_entropy']:.3f}), accuracy {metrics['eval/mlm_accuracy']:.3f}"
         )
+    for name, loss in metrics.items():
+        if name.startswith("eval/mlm_loss_at_"):
+            phrases.append(f"at length {name.rpartition('_')[2]} {loss:.3f} nats")
     for name, metric, baseline in (
         ("NSP accuracy", "eval/nsp_accuracy", "nsp_majority"),
         ("minimal pairs", "eval/minimal_pairs", "minimal_pairs_unigram"),

@@ -160,3 +160,10 @@ def evaluate(
             "loss": metrics["loss"] + found["eval/loss"]
         }
     return {f"eval/{name}": value for name, value in metrics.items()} | held_out.baselines
+
+
+def name_length(metrics: dict[str, float], length: int) -> dict[str, float]:
+    """Select the losses and accuracies of an evaluation at another length than the run's own, named
+    by it: `eval/mlm_loss_at_512`."""
+    kept = ("eval/mlm_loss", "eval/mlm_accuracy", "eval/nsp_accuracy")
+    return {f"{name}_at_{length}": metrics[name] for name in kept if name in metrics}

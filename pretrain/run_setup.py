@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -42,7 +42,7 @@ from pretrain.evaluate import HeldOut, sample_counts
 from pretrain.export import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.models.bert import BertForPreTraining
-from pretrain.models.cpu import configure_cpu, cpu_supports
+from pretrain.models.cpu import configure_cpu, cpu_supports, return_freed_memory
 from pretrain.objectives import objectives_of
 from pretrain.optim import build_optimizers
 from pretrain.probes import Probes
@@ -62,7 +62,7 @@ class Run:
     accelerator: Accelerator
     store: TokenStore
     sources: list[BatchSource]  # one for each phase
-    held_out: HeldOut | None
+    held_out: dict[int, HeldOut]  # by length
     probes: Probes | None
     bare: BertForPreTraining
     model: torch.nn.Module  # `bare`, wrapped for many processes
@@ -99,7 +99,7 @@ def set_up(config: Config) -> Run:
 
     # data
     store, sources = open_token_store(config, phases)
-    held_out = build_held_out(config, store, accelerator)
+    held_out = build_held_out(config, phases, store, accelerator)
     probes = build_probes(config, store)
     fingerprint = fingerprint_run(config, store, accelerator)
     check_ranks_agree(config, fingerprint, accelerator)
@@ -255,6 +255,7 @@ def start_from_corpus(
     vectors = torch.zeros_like(model.embeddings.word.weight.detach(), device=accelerator.device)
     if accelerator.is_main_process:
         vectors = word_vectors(store, vectors.shape[1], accelerator.device)
+        return_freed_memory()
     # from one rank, because another machine may round otherwise
     model.start_at_vectors(broadcast(vectors).to(model.embeddings.word.weight.device))
 
@@ -339,23 +340,30 @@ def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:
     write_file(run_dir / "fingerprint.json", json.dumps(fingerprint, indent=1).encode() + b"\n")
 
 
-def build_held_out(config: Config, store: TokenStore, accelerator: Accelerator) -> HeldOut | None:
-    """Build the held-out batches; None, with a warning, if the held-out split gives no pairs."""
+def build_held_out(
+    config: Config, phases: list[Phase], store: TokenStore, accelerator: Accelerator
+) -> dict[int, HeldOut]:
+    """Build the held-out batches at `data.max_seq_length` and at the other lengths of the phases.
+
+    Returns length -> batches, about as many tokens at each length, without those lengths for which
+    the held-out split gives no pairs; a warning says so.
+    """
     if not store.manifest["held_out"]["documents"]:
-        return None  # `open_token_store` has warned
-    settings = config.train
-    try:
-        return HeldOut(
-            Path(config.data_dir) / "store",
-            store,
-            config.data,
-            settings.eval_examples,
-            settings.micro_batch_size,
-            accelerator,
-        )
-    except UserError as error:
-        accelerator.print(red(f"warning: no evaluation on held-out documents: {error}"))
-        return None
+        return {}  # `open_token_store` has warned
+    settings, base, found = config.train, config.data.max_seq_length, {}
+    for length in dict.fromkeys([base, *(phase.data.max_seq_length for phase in phases)]):
+        try:
+            found[length] = HeldOut(
+                Path(config.data_dir) / "store",
+                store,
+                replace(config.data, max_seq_length=length),
+                max(settings.eval_examples * base // length, 1),
+                max(settings.micro_batch_size * base // length, 1),
+                accelerator,
+            )
+        except UserError as error:
+            accelerator.print(red(f"warning: no evaluation at length {length}: {error}"))
+    return found
 
 
 def build_probes(config: Config, store: TokenStore) -> Probes | None:

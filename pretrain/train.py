@@ -31,7 +31,7 @@ from data_pipeline.sampling.batches import Batch, BatchSource, prefetch
 from pretrain.checkpoint import newest_checkpoint, save_checkpoint
 from pretrain.config import Config, Phase, phase_at
 from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
-from pretrain.evaluate import evaluate, sample_counts
+from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
 from pretrain.models.bert import count_flops
@@ -145,12 +145,15 @@ def abort_run(run: Run, record: Record, step: int, sums: torch.Tensor) -> NoRetu
 
 
 def evaluate_run(run: Run, record: Record, done: int) -> None:
-    """Evaluate the model on the held-out pairs and by its probes; checkpoint and export record the
-    metrics."""
+    """Evaluate the model on the held-out pairs, at the length of its phase too, and by its probes;
+    checkpoint and export record the metrics."""
     found, others = {}, {}
+    lengths = {run.config.data.max_seq_length, phase_at(run.phases, done - 1).data.max_seq_length}
     with record.clock.paused():
-        if run.held_out:
-            found = evaluate(run.bare, run.held_out, run.accelerator)
+        for length in sorted(run.held_out.keys() & lengths):
+            one = evaluate(run.bare, run.held_out[length], run.accelerator)
+            is_base = length == run.config.data.max_seq_length
+            found |= one if is_base else name_length(one, length)
         if run.probes:
             found |= run.probes.measure(run.bare, run.accelerator)
             others = run.probes.fill(run.bare, run.accelerator)

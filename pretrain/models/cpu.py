@@ -56,6 +56,12 @@ def keep_freed_memory() -> None:
     mallopt(trim_threshold, (1 << 31) - 1)
 
 
+def return_freed_memory() -> None:
+    """Return to the system what was freed and kept, after large work that no step repeats."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
+    trim(0)
+
+
 # -------------------------------------------------------------------------------------- dropout
 
 

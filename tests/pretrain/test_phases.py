@@ -1,11 +1,13 @@
 """Phases of a run: one learning rate over all, other lengths and batches, exact resume in each."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import assert_same_run, metrics, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
@@ -14,6 +16,8 @@ from data_pipeline.config import load_config
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, PhaseConfig, phase_at, phases_of
+from pretrain.evaluate import HeldOut, evaluate
+from pretrain.export import load_export
 from pretrain.optim import learning_rate
 from pretrain.run_setup import build_sources
 from pretrain.train import dropout_seed, read_steps
@@ -193,6 +197,21 @@ def test_every_evaluation_is_made_at_the_length_of_the_config(straight: Path, pr
     assert phases_of(config) == phases_of(
         load(prepared, CONTINUED, MICRO_4, "train.save_every=2", "train.log_every=1")
     )
+
+
+def test_a_phase_of_another_length_is_evaluated_at_it_too(straight: Path, prepared, store) -> None:
+    at_length = [[key for key in line if key.endswith("_at_128")] for line in metrics(straight)]
+    evaluated = ["eval/mlm_loss" in line for line in metrics(straight)]
+    assert [bool(keys) for keys in at_length] == [
+        is_one and line["step"] > 8
+        for is_one, line in zip(evaluated, metrics(straight), strict=True)
+    ]
+    model = load_export(straight / "export")
+    data = replace(load(prepared, CONTINUED).data, max_seq_length=128)
+    held_out = HeldOut(prepared / "data/store", store, data, 32, 8, Accelerator(cpu=True))
+    wanted, last = evaluate(model, held_out, Accelerator(cpu=True)), metrics(straight)[-1]
+    for name in ("mlm_loss", "mlm_accuracy", "nsp_accuracy"):
+        assert last[f"eval/{name}_at_128"] == pytest.approx(wanted[f"eval/{name}"], rel=1e-4)
 
 
 def test_other_phases_are_another_run(prepared: Path, straight: Path) -> None:
