@@ -280,16 +280,17 @@ def load_config(
             layers.append((OmegaConf.from_dotlist([item]), "command line"))
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
             raise UserError(f"{item!r} is not key=value: {error}") from None
+    merged = OmegaConf.structured(schema)
     try:
         for layer, origin in layers:
             for section in set(others) & set(layer):
                 del layer[section]
             check_keys(schema, layer, origin)
-        merged = OmegaConf.merge(OmegaConf.structured(schema), *(layer for layer, _ in layers))
+            merged = OmegaConf.merge(merged, layer)
         config = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping
         reason, key = str(error).splitlines()[0], getattr(error, "full_key", None)
-        raise UserError(f"{path}, key {key or '?'}: {reason}") from None
+        raise UserError(f"{origin}, key {key or '?'}: {reason}") from None
     try:
         config.validate()
     except UserError as error:

@@ -65,6 +65,16 @@ def test_preparation_leaves_the_sections_of_training_alone(tmp_path: Path):
     assert config.seed == 7 and not hasattr(config, "train")
 
 
+def test_a_value_of_another_type_is_blamed_on_where_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(MINIMAL + "train: {max_steps: 3}")
+    path = str(tmp_path / "c.yaml")
+    with pytest.raises(UserError, match=r"^command line, key train\.max_steps: .*'sixty'"):
+        load_config(Config, path, ["train.max_steps=sixty"])
+    (tmp_path / "c.yaml").write_text(MINIMAL + "train: {max_steps: sixty}")
+    with pytest.raises(UserError, match=r"c\.yaml, key train\.max_steps: .*'sixty'"):
+        load_config(Config, path, ["train.save_every=3"])
+
+
 @pytest.mark.parametrize(
     "text, override, message",
     [

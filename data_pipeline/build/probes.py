@@ -13,6 +13,7 @@ from data_pipeline.config import PROBES_FILE, ProbesConfig, check
 from data_pipeline.sampling.token_store import read_vocabulary
 
 SUFFIXES = (".jsonl", ".tsv")
+HEADERS = ("good\tbad", "sentence_good\tsentence_bad")  # a first line of a .tsv that is no pair
 
 
 @dataclass
@@ -34,7 +35,8 @@ def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
     """Read the minimal pairs of files, or of all files in folders, up to `limit` a paradigm.
 
     A `.jsonl` file has BLiMP's keys, of which `sentence_good` and `sentence_bad` are required; a
-    line of a `.tsv` file is good<TAB>bad. Where no paradigm is named, it is the name of the file.
+    line of a `.tsv` file is good<TAB>bad, the first perhaps a header. Where no paradigm is named,
+    it is the name of the file.
     Raises `UserError` that names file and line.
     """
     pairs, counts = [], {}
@@ -71,7 +73,7 @@ def read_file(path: Path) -> list[MinimalPair]:
     return [
         parse(line, path.stem, f"{path} line {number}")
         for number, line in enumerate(lines, 1)
-        if line.strip()
+        if line.strip() and not (number == 1 and line.strip().lower() in HEADERS)
     ]
 
 

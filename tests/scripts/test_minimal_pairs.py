@@ -108,6 +108,14 @@ def test_means_are_over_the_paradigms_of_a_phenomenon() -> None:
     assert found["mean"] == pytest.approx((1 + 0.25 + 0.5) / 3)
 
 
+@pytest.mark.parametrize("header", ["good\tbad", "sentence_good\tsentence_bad", "Good\tBad"])
+def test_a_header_is_no_pair_but_a_later_line_like_it_is(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text(f"{header}\nIt rains .\tIt rain .\ngood\tbad\n")
+    found = [(pair.good, pair.bad) for pair in read_pairs([str(path)])]
+    assert found == [("It rains .", "It rain ."), ("good", "bad")]
+
+
 def test_the_command_measures_a_folder_and_writes_its_results(prepared, straight, tmp_path) -> None:
     data = tmp_path / "data"
     data.mkdir()
