@@ -118,7 +118,9 @@ class Record:
         metrics = to_metrics(self.sums, "train", run.bare.objectives) | self.clock.speed() | others
         if run.compiled:
             metrics["perf/compiled_graphs"] = compiled_graphs()
-        metrics |= self.monitor.check_health(done, metrics, self.sums[-1, -1].item())
+        names = [one.name for one in run.bare.objectives]
+        counts = dict(zip(names, self.sums[:, -1].tolist(), strict=True))
+        metrics |= self.monitor.check_health(done, metrics, counts.get("nsp", 0))
         self.sums.zero_()
         if run.main:
             self.tracker.log(done, metrics)
