@@ -4,10 +4,12 @@ import argparse
 from pathlib import Path
 
 from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.signals import catch_signals
 from data_pipeline.config import DataConfig, load_config
 
 
 def main() -> None:
+    catch_signals("what is finished is kept, and the same command does what is missing")
     parser = argparse.ArgumentParser(prog="python -m data_pipeline", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
@@ -50,7 +52,7 @@ def read_array_task(index: int | None, number: int | None) -> tuple[int, int] | 
 
 
 def run() -> None:
-    """Run the command; a mistake of the user ends in one line and exit code 2."""
+    """Run the command; a mistake of the user ends in one line and exit code 2, a signal in 75."""
     run_command(main)
 
 

@@ -8,6 +8,7 @@ import argparse
 import sys
 
 from data_pipeline.common.errors import run_command
+from data_pipeline.common.signals import catch_signals
 from data_pipeline.config import load_config
 from pretrain import recipes
 from pretrain.config import Config
@@ -16,6 +17,7 @@ from pretrain.config import Config
 def main() -> None:
     if sys.argv[1:2] == ["configs"]:
         return recipes.main(sys.argv[2:])
+    catch_signals("no step of this start is done; start the same command again")
     parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
@@ -28,7 +30,7 @@ def main() -> None:
 
 
 def run() -> None:
-    """Run the command; a mistake of the user ends in one line and exit code 2."""
+    """Run the command; a mistake of the user ends in one line and exit code 2, a signal in 75."""
     run_command(main)
 
 

@@ -12,6 +12,7 @@ from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from pretrain.agreement import agree_on_signal
 from pretrain.metrics import to_metrics
 from pretrain.models.bert import BertForPreTraining
 from pretrain.objectives import ROW, objectives_of
@@ -120,10 +121,11 @@ def token_groups(
 @torch.no_grad()
 def evaluate(
     model: BertForPreTraining, held_out: HeldOut, accelerator: Accelerator
-) -> dict[str, float]:
+) -> dict[str, float] | None:
     """Compute the held-out losses (nats) and accuracies (a collective call).
 
-    Includes MLM metrics of each non-empty group of `GROUPS`, and the baselines.
+    Includes MLM metrics of each non-empty group of `GROUPS`, and the baselines. Returns None if a
+    signal comes before the last batch, so that a run can stop in time.
     """
     model.eval()
     device = accelerator.device
@@ -132,6 +134,9 @@ def evaluate(
     others = torch.zeros(len(model.objectives) - 1, ROW, dtype=torch.float64, device=device)
     bf16 = accelerator.mixed_precision == "bf16"
     for batch, groups, is_counted in held_out.batches:
+        if agree_on_signal(accelerator):
+            model.train()
+            return None
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             losses, ranks, rows = model.score(batch)

@@ -19,15 +19,20 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from signal import Signals
 from typing import NoReturn
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
+from data_pipeline.common.errors import Stopped
+from data_pipeline.common.signals import hold_signals
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import progress_bar
 from data_pipeline.sampling.batches import Batch, BatchSource, prefetch
+from pretrain.agreement import agree_on_signal, agree_on_step
 from pretrain.checkpoint import newest_checkpoint, save_checkpoint
 from pretrain.config import Config, Phase, phase_at
 from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
@@ -48,10 +53,15 @@ def train(config: Config) -> None:
     """Train a model as the config says, resuming from the newest checkpoint of `run_dir`, and
     export it.
 
-    Raises `UserError` for mistakes of config or data, before anything is written.
+    Raises `UserError` for mistakes of config or data, before anything is written, and `Stopped`
+    after a signal that `catch_signals` has caught, with a checkpoint of the step it came in.
     """
     run = set_up(config)
+    hold_signals()  # from here on there is a step to finish and to save
     record = Record(run)
+    if run.state.pop("evaluation_due", False):
+        evaluate_run(run, record, run.state["step"])
+        save_run(run, record, run.state["step"])
     settings, accelerator = config.train, run.accelerator
     weights = torch.tensor([one.weight for one in run.bare.objectives], device=accelerator.device)
     run.model.train()
@@ -72,7 +82,7 @@ def train(config: Config) -> None:
             sums += rows.detach()
         grad_norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf).item()
         rate = learning_rate(step - phase.schedule_start, phase.train)
-        sums = accelerator.reduce(sums)
+        sums, stop = agree_on_step(sums, accelerator)
         # grad_norm is the same on all ranks, and so is the decision
         if record.monitor.has_finite_gradient(step, grad_norm):
             update(run.optimizers, rate)
@@ -88,6 +98,8 @@ def train(config: Config) -> None:
             record.log(run, done, {"train/learning_rate": rate, "train/grad_norm": grad_norm})
         if run.is_evaluated and (done % settings.eval_every == 0 or ended):
             evaluate_run(run, record, done)
+        if stop:
+            stop_run(run, record, done, stop)
         if done % settings.save_every == 0 or ended:
             save_run(run, record, done)
     finish(run, record)
@@ -148,12 +160,18 @@ def abort_run(run: Run, record: Record, step: int, sums: torch.Tensor) -> NoRetu
 
 def evaluate_run(run: Run, record: Record, done: int) -> None:
     """Evaluate the model on the held-out pairs, at the length of its phase too, and by its probes;
-    checkpoint and export record the metrics."""
+    checkpoint and export record the metrics.
+
+    A signal stops the run between two batches; the next start then evaluates.
+    """
     found, others = {}, {}
     lengths = {run.config.data.max_seq_length, phase_at(run.phases, done - 1).data.max_seq_length}
     with record.clock.paused():
         for length in sorted(run.held_out.keys() & lengths):
             one = evaluate(run.bare, run.held_out[length], run.accelerator)
+            if one is None:
+                run.state["evaluation_due"] = True
+                stop_run(run, record, done, agree_on_signal(run.accelerator))
             is_base = length == run.config.data.max_seq_length
             found |= one if is_base else name_length(one, length)
         if run.probes:
@@ -166,20 +184,33 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
             refresh_report(run.run_dir, record.log_line)
 
 
-def save_run(run: Run, record: Record, done: int) -> None:
-    """Write a checkpoint (a collective call)."""
+def save_run(run: Run, record: Record, done: int) -> Path:
+    """Write a checkpoint (a collective call); returns its folder."""
     sizes = [source.part_sizes for source in run.sources]
     run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
     run.state["monitor"] = record.monitor.state
     with record.clock.paused():
         folder, keep = run.run_dir / "checkpoints", run.config.train.keep_checkpoints
-        save_checkpoint(folder, run.bare, run.optimizers, run.state, keep, writes=run.main)
+        saved = save_checkpoint(folder, run.bare, run.optimizers, run.state, keep, run.main)
         run.accelerator.wait_for_everyone()
+    return saved
+
+
+def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
+    """Write a checkpoint and end all ranks, after a signal."""
+    saved = save_run(run, record, done)
+    record.bar.close()
+    message = ""
+    if run.main:
+        record.tracker.close()
+        message = f"stopped at step {done:,} on {stop.name}; the checkpoint is {saved}; start the "
+        message += "same command again to go on"
+    leave(run)
+    raise Stopped(message)
 
 
 def finish(run: Run, record: Record) -> None:
-    """Export the last checkpoint, write the page of the run, print a summary and leave the process
-    group."""
+    """Export the last checkpoint, write the page of the run and print a summary."""
     record.bar.close()
     state, run_dir = run.state, run.run_dir
     if run.main:
@@ -189,6 +220,11 @@ def finish(run: Run, record: Record) -> None:
         refresh_report(run_dir, print)
         seconds = time.perf_counter() - record.left.began
         describe_end(run_dir, state["step"], seconds, state["evaluation"])
+    leave(run)
+
+
+def leave(run: Run) -> None:
+    """Leave the process group and release the run folder."""
     run.accelerator.wait_for_everyone()
     del run.model, run.bare, run.optimizers
     run.accelerator.free_memory()

@@ -6,6 +6,7 @@ was stopped can be run again and does only the tasks that are missing.
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -101,8 +102,19 @@ def open_executor(
         yield ThisProcess(), 1, ()
     else:
         context = multiprocessing.get_context("spawn")  # forking breaks the threads of tokenizers
-        with ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),)) as pool:
+        with ProcessPoolExecutor(workers, context, begin_worker, (os.getpid(),)) as pool:
             yield pool, workers, (BrokenProcessPool,)  # so that all submitted tasks run
+
+
+def begin_worker(command: int) -> None:
+    """Have a worker end with its command, and leave to it the signals that reach them all.
+
+    command: its process id.
+    SIGTERM stays, by which the executor ends its workers.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(command)
 
 
 def connect(address: str):

@@ -1,4 +1,5 @@
-"""Report errors that the user can correct in one line, with exit code 2, and warnings in red."""
+"""Report what ends a command in one line: errors that the user can correct, with exit code 2, and
+signals, with exit code 75; warnings in red."""
 
 import errno
 import os
@@ -10,15 +11,30 @@ class UserError(Exception):
     """An error that the user can correct: says what was found, what was expected, what to do."""
 
 
+class Stopped(BaseException):
+    """A signal that has stopped the work: says where, and how to go on; "" if another rank says it.
+
+    Like KeyboardInterrupt no `Exception`, so that nothing takes it for an error.
+    """
+
+
+START_AGAIN = 75  # exit code EX_TEMPFAIL of sysexits.h: the same command goes on
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run an entry point, and report errors that the user can correct in one line.
 
-    A `UserError`, a full disk or a denied permission ends in a line on stderr and exit code 2.
+    A `UserError`, a full disk or a denied permission ends in a line on stderr and exit code 2,
+    `Stopped` in a line and exit code 75.
     """
     try:
         main()
     except UserError as error:
         message = str(error)
+    except Stopped as stopped:
+        if stopped.args[0]:
+            print(stopped, file=sys.stderr)
+        sys.exit(START_AGAIN)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does

@@ -15,12 +15,12 @@ def count_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def die_with_parent(parent: int) -> None:
-    """Make a worker process end when its parent does, even if that is killed; Linux only."""
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have this process get a signal when its parent ends, even if that is killed; Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it ended before
+            os.kill(os.getpid(), number)
 
 
 def progress_bar(

@@ -256,6 +256,51 @@ def test_a_command_that_is_killed_at_every_step_ends_with_the_same_bytes(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+SIGNAL = """
+import os, runpy
+import data_pipeline.build.{module} as module
+real, calls = module.{name}, []
+def planted(*arguments, **options):
+    calls.append(arguments)
+    if len(calls) == 3:
+        os.killpg(0, {number})  # workers too, as a terminal does
+    return real(*arguments, **options)
+module.{name} = planted
+runpy.run_module("data_pipeline", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "workers", "number"),
+    [
+        ("prepare", "scan_group", 1, signal.SIGTERM),
+        ("prepare", "encode_scan", 1, signal.SIGUSR1),
+        ("workers", "wait", 2, signal.SIGINT),  # the command waits for its workers
+        ("workers", "wait", 2, signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_a_preparation_which_keeps_what_is_finished(
+    files, finished, tmp_path: Path, module: str, name: str, workers: int, number: signal.Signals
+):
+    script = SIGNAL.format(module=module, name=name, number=int(number))
+    words = [str(write_config(tmp_path, files)), "--workers", str(workers)]
+    python, options = (
+        [sys.executable, "-c"],
+        {"cwd": ROOT, "timeout": DEADLINE, "text": True, "start_new_session": True},
+    )
+    done = subprocess.run([*python, script, *words], capture_output=True, **options)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"stopped on {number.name}; what is finished is kept, and the same command does what is "
+        "missing"
+    )
+    assert "Traceback" not in done.stderr
+    assert workers == 2 or not list(tmp_path.rglob("*.tmp"))
+    assert len(finished_folders(tmp_path / "data")) >= 2
+    prepare(config_of(files, tmp_path / "data"), workers=1)
+    assert contents(tmp_path / "data") == contents(finished)
+
+
 def test_a_killed_worker_stops_the_command_which_names_its_piece_and_goes_on_later(
     files, finished, tmp_path: Path, monkeypatch
 ):
