@@ -228,6 +228,11 @@ class DataConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Probes, which preparation encodes, since training loads no tokenizer."""
 
+    @classmethod
+    def defaults(cls, given: DictConfig) -> dict:
+        """Values that lie beneath the `given` ones of a file and the command line."""
+        return {}
+
     def validate(self) -> None:
         check(0 <= self.seed < 2**63, f"seed {self.seed} is not in [0, 2**63)")
         for section in (self.corpus, self.vocab, self.data, self.eval.probes):
@@ -286,7 +291,9 @@ def load_config(
             for section in set(others) & set(layer):
                 del layer[section]
             check_keys(schema, layer, origin)
-            merged = OmegaConf.merge(merged, layer)
+            merged = OmegaConf.merge(merged, layer)  # names the first layer with a wrong type
+        given = OmegaConf.merge(*(layer for layer, _ in layers))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), schema.defaults(given), given)
         config = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping
         reason, key = str(error).splitlines()[0], getattr(error, "full_key", None)

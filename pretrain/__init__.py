@@ -1,4 +1,4 @@
-"""Batches -> BertForPreTraining -> a Hugging Face checkpoint.
+"""Batches -> a BERT or one of its relatives -> a Hugging Face checkpoint.
 
 As a library (`Config` and `load_config` are imported when they are first used):
 

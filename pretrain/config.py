@@ -3,10 +3,14 @@
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
+from typing import Any
+
+from omegaconf import DictConfig
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
 from data_pipeline.config import DataConfig, PairsConfig, check, check_choice
+from pretrain.families import FAMILIES, Family
 
 
 @dataclass
@@ -14,6 +18,8 @@ class ModelConfig:
     """The encoder, with BertConfig's names, meanings and defaults; the vocabulary sets its own
     size."""
 
+    architecture: str = "bert"
+    """Family: `bert` or `roberta`; its row in `pretrain/families.py` has defaults of its own."""
     hidden_size: int = 768
     """Width D of the encoder."""
     num_hidden_layers: int = 12
@@ -31,7 +37,7 @@ class ModelConfig:
     max_position_embeddings: int = 512
     """Longest sequence that the model accepts, in tokens."""
     type_vocab_size: int = 2
-    """Segment types."""
+    """Segment types; 1 only with `data.objective: none`."""
     initializer_range: float = 0.02
     """Standard deviation of the weights at the start."""
     layer_norm_eps: float = 1e-12
@@ -40,8 +46,25 @@ class ModelConfig:
     """Id of [PAD], 0 unless `vocab.path` has it elsewhere; its embedding starts at zero."""
     position_embedding_type: str = "absolute"
     """Learned embeddings of absolute positions, BERT's."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further entries of `config.json`, which the export passes on."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @property
+    def first_position(self) -> int:
+        """Row of the position embeddings that the first token of a sequence has."""
+        return self.family.first_position(self.pad_token_id)
+
+    @property
+    def embedding_width(self) -> int:
+        """Width E of the embeddings."""
+        return self.hidden_size
 
     def validate(self) -> None:
+        check_choice("model.architecture", self.architecture, tuple(FAMILIES))
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
             check(getattr(self, name) >= 1, f"model.{name} is below 1")
         check(
@@ -55,9 +78,7 @@ class ModelConfig:
             ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
         )
         check_choice("model.position_embedding_type", self.position_embedding_type, ("absolute",))
-        check(
-            self.type_vocab_size >= 2, "model.type_vocab_size is below 2, one for A and one for B"
-        )
+        check(self.type_vocab_size >= 1, "model.type_vocab_size is below 1")
         check(self.pad_token_id >= 0, "model.pad_token_id is below 0")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             check(0 <= getattr(self, name) < 1, f"model.{name} is not in [0, 1)")
@@ -232,12 +253,19 @@ class Config(DataConfig):
     export: ExportConfig = field(default_factory=ExportConfig)
     """Model card of the export."""
 
+    @classmethod
+    def defaults(cls, given: DictConfig) -> dict:
+        """The defaults of the family, where they differ from BERT's."""
+        family = FAMILIES.get((given.get("model") or {}).get("architecture"))
+        return {"model": dict(family.defaults)} if family else {}
+
     def validate(self) -> None:
         super().validate()
         self.model.validate()
         self.train.validate()
         self.export.validate()
         self.validate_length(self.data)
+        self.validate_pairs()
         if self.train.phases:
             self.validate_phases()
 
@@ -246,6 +274,21 @@ class Config(DataConfig):
             data.max_seq_length <= self.model.max_position_embeddings,
             f"data.max_seq_length {data.max_seq_length} exceeds "
             f"model.max_position_embeddings {self.model.max_position_embeddings}",
+        )
+
+    def validate_pairs(self) -> None:
+        if self.data.objective == "none":
+            return
+        family = self.model.family
+        check(
+            family.pairs is not None,
+            f"data.objective is {self.data.objective}, and {family.title} has no pair head; set "
+            "data.objective=none",
+        )
+        check(
+            self.model.type_vocab_size >= 2,
+            f"model.type_vocab_size is {self.model.type_vocab_size}, and data.objective "
+            f"{self.data.objective} wants one for A and one for B; set data.objective=none",
         )
 
     def validate_phases(self) -> None:

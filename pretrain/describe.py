@@ -11,12 +11,12 @@ from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import Config, Phase, phase_at
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 
 
 def describe_start(
     config: Config,
-    model: BertForPreTraining,
+    model: PretrainingModel,
     phases: list[Phase],
     sources: list[BatchSource],
     start: int,

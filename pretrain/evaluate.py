@@ -14,7 +14,7 @@ from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.agreement import agree_on_signal
 from pretrain.metrics import to_metrics
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 from pretrain.objectives import ROW, objectives_of
 
 SEED = 20181011  # of held-out pairs and masks, independent of the run's seed, to compare runs
@@ -120,7 +120,7 @@ def token_groups(
 
 @torch.no_grad()
 def evaluate(
-    model: BertForPreTraining, held_out: HeldOut, accelerator: Accelerator
+    model: PretrainingModel, held_out: HeldOut, accelerator: Accelerator
 ) -> dict[str, float] | None:
     """Compute the held-out losses (nats) and accuracies (a collective call).
 

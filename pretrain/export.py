@@ -1,4 +1,4 @@
-"""Write a checkpoint as a folder that every BERT class of transformers loads.
+"""Write a checkpoint as a folder that transformers' classes of its family load.
 
 `python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` exports any checkpoint, on a CPU. The
 export is read back and compared with the model before OUT_DIR changes. The file `export.json` lists
@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import shutil
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -30,15 +30,9 @@ from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, r
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig, phases_of
+from pretrain.families import hf_config, read_hf_config
 from pretrain.model_card import model_card, project_version
-from pretrain.models.bert import (
-    WITH_PAIRS,
-    BertForPreTraining,
-    from_hf,
-    hf_config,
-    resize_positions,
-    to_hf,
-)
+from pretrain.models.bert import PretrainingModel, resize_positions
 from pretrain.objectives import objectives_of
 
 FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # of every export
@@ -53,7 +47,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(
-    model: BertForPreTraining,
+    model: PretrainingModel,
     vocab_dir: Path,
     out_dir: Path,
     card: str,
@@ -77,15 +71,17 @@ def export(
             shutil.copy(vocab_dir / name, folder / name)
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings["model_max_length"] = model.config.max_position_embeddings
+        if model.config.type_vocab_size == 1:  # a second segment would have a type of its own
+            settings["model_input_names"] = ["input_ids", "attention_mask"]
         write_json(folder / "tokenizer_config.json", settings)
-        weights = to_hf(model.state_dict())
+        weights = model.config.family.to_hf(model.state_dict())
         weights = {n: t.to(getattr(torch, dtype)).contiguous() for n, t in weights.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
         if pytorch_bin:
             torch.save(weights, folder / PYTORCH_BIN)
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        settings = hf_config(model.config, len(model.mlm.bias), dtype, model.architecture)
+        settings = hf_config(asdict(model.config), len(model.mlm.bias), model.hf_class, dtype)
         write_json(folder / "config.json", settings | dropouts)
         passed = check_export(model, folder)
         (folder / "README.md").write_text(f"{card}\nChecked at export: {passed}.\n")
@@ -106,7 +102,7 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def load_export(folder: Path) -> BertForPreTraining:
+def load_export(folder: Path) -> PretrainingModel:
     """Load this project's model, in float32, from an exported folder.
 
     Raises `UserError` if there is none, or if its files are damaged or do not fit together.
@@ -121,7 +117,8 @@ def load_export(folder: Path) -> BertForPreTraining:
         settings = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise UserError(f"{folder / 'config.json'} is damaged: {error}; export it again") from None
-    absent = [name for name in ModelConfig.__dataclass_fields__ if name not in settings]
+    model = ModelConfig(**read_hf_config(settings, folder / "config.json"))
+    absent = [name for name in hf_config(asdict(model), 0, "") if name not in settings]
     check(
         not absent,
         f"{folder / 'config.json'} has no {' and no '.join(absent[:2])}, which every export of "
@@ -143,14 +140,15 @@ def load_export(folder: Path) -> BertForPreTraining:
         ) from None
 
 
-def read_model(folder: Path) -> BertForPreTraining:
+def read_model(folder: Path) -> PretrainingModel:
     """Read the model of a sound export, in float32."""
     settings = json.loads((folder / "config.json").read_text())
-    known = {name: settings[name] for name in ModelConfig.__dataclass_fields__}
-    objectives = objectives_of("nsp" if WITH_PAIRS in settings["architectures"] else "none")
-    model = BertForPreTraining(ModelConfig(**known), settings["vocab_size"], objectives)
+    config = ModelConfig(**read_hf_config(settings, folder / "config.json"))
+    has_pairs = config.family.pairs in settings["architectures"]
+    objectives = objectives_of("nsp" if has_pairs else "none")
+    model = PretrainingModel(config, settings["vocab_size"], objectives)
     weights = load_file(folder / "model.safetensors")
-    model.load_state_dict(from_hf(weights, list(model.state_dict())))
+    model.load_state_dict(config.family.from_hf(weights, model.state_dict()))
     return model.eval()
 
 
@@ -242,7 +240,7 @@ def move_files(stage: Path, out_dir: Path) -> None:
 # ---------------------------------------------------------------------------------- the gate
 
 
-def check_export(model: BertForPreTraining, folder: Path) -> str:
+def check_export(model: PretrainingModel, folder: Path) -> str:
     """Read an export back and compare it with its model, whose weights must fit the export's dtype.
 
     Compares keys, dtype, logits and special ids; with transformers installed also its loading,
@@ -256,7 +254,7 @@ def check_export(model: BertForPreTraining, folder: Path) -> str:
         pickled = torch.load(folder / PYTORCH_BIN, weights_only=True)
         assert pickled.keys() == weights.keys(), f"other keys in {PYTORCH_BIN}"
         assert all(equal_tensors(pickled[name], weights[name]) for name in weights), PYTORCH_BIN
-    batch = probe_batch(len(model.mlm.bias), model.config.max_position_embeddings)
+    batch = probe_batch(model)
     with torch.no_grad():
         wanted = model.logits(batch)
         found = read_model(folder).logits(batch)
@@ -280,31 +278,34 @@ def equal_tensors(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def probe_batch(vocab_size: int, max_length: int) -> Batch:
+def probe_batch(model: PretrainingModel) -> Batch:
     """Make two sequences of ordinary ids, of different length, with every fourth masked."""
+    vocab_size, max_length = len(model.mlm.bias), model.config.max_position_embeddings
     lengths = torch.tensor([min(24, max_length), min(17, max_length)])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.arange(5, 5 + int(lengths.sum())) * 7 % (vocab_size - 5) + 5
+    ids[ids == model.config.pad_token_id] = 0  # [PAD] would have no position in RoBERTa
     position = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    types = (position > 8).long().clamp(max=model.config.type_vocab_size - 1)
     sequence = torch.repeat_interleave(torch.arange(2), lengths)
     masked = torch.arange(0, len(ids), 4)
     return Batch(
-        ids, (position > 8).long(), position, sequence, cu_seqlens, masked, ids[masked],
-        torch.tensor([0, 1]), int(lengths.max()),
+        ids, types, position, sequence, cu_seqlens, masked, ids[masked], torch.tensor([0, 1]),
+        int(lengths.max()),
     )  # fmt: skip
 
 
 def check_with_transformers(
-    transformers, folder: Path, model: BertForPreTraining, batch: Batch, wanted: tuple[Tensor, ...]
+    transformers, folder: Path, model: PretrainingModel, batch: Batch, wanted: tuple[Tensor, ...]
 ) -> str:
     """Compare transformers' model and tokenizer with our logits; returns what was compared."""
     transformers.utils.logging.disable_progress_bar()
-    peer, report = getattr(transformers, model.architecture).from_pretrained(
+    peer, report = getattr(transformers, model.hf_class).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"], report
-    assert peer.cls.predictions.decoder.weight is peer.bert.embeddings.word_embeddings.weight
-    padded = batch.padded()
+    assert peer.get_output_embeddings().weight is peer.get_input_embeddings().weight
+    padded = batch.padded(model.config.pad_token_id)
     padded.pop("labels"), padded.pop("next_sentence_label")
     with torch.no_grad():
         out = peer.eval()(**padded)
@@ -342,7 +343,7 @@ def export_checkpoint(
     fingerprint = state["fingerprint"]
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
     objectives = objectives_of(config.data.objective)
-    model = BertForPreTraining(config.model, len(read_vocabulary(vocab_dir)), objectives)
+    model = PretrainingModel(config.model, len(read_vocabulary(vocab_dir)), objectives)
     load_model(checkpoint, model)
     begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
     trained = max(phase.data.max_seq_length for phase in begun)

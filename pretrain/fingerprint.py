@@ -20,6 +20,7 @@ from pretrain.optim import learning_rate
 SCHEMA = 3
 """Schema 1 held every field of the config; schema 2 is of runs that replaced masked words whole."""
 MODEL = (
+    "architecture",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",

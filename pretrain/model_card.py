@@ -65,7 +65,7 @@ def model_card(
     sections = [
         front_matter(config),
         introduction(config, parameters),
-        usage(config.data.objective),
+        usage(config),
         "## Training data\n\n" + training_data(config, manifest),
         "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
         "## Evaluation\n\n" + evaluation(state["evaluation"], config.data.objective),
@@ -86,36 +86,37 @@ def front_matter(config: Config) -> str:
         "library_name": "transformers",
         "pipeline_tag": "fill-mask",
         "mask_token": "[MASK]",
-        "tags": ["bert", "masked-lm", *pair_tags],
+        "tags": [config.model.architecture, "masked-lm", *pair_tags],
     }
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---"
 
 
 def introduction(config: Config, parameters: int) -> str:
-    model, objective = config.model, config.data.objective
+    model, objective, title = config.model, config.data.objective, config.model.family.title
     pairs = f" and {PAIRS[objective][1]}" if objective in PAIRS else ""
     licence = config.export.license
     stated = f"Licence: {licence}." if licence else "No licence was stated for this model."
     return f"""# {Path(config.run_dir).resolve().name}
 
-A BERT encoder of {model.num_hidden_layers} layers, width {model.hidden_size} and \
-{model.num_attention_heads} attention heads ({parameters:,} parameters), pretrained from scratch \
-with {project_version()}. It predicts masked words{pairs}, and is meant to be fine-tuned for other \
-tasks.
+{"An" if title[0] in "AE" else "A"} {title} encoder of {model.num_hidden_layers} layers, width \
+{model.hidden_size} and {model.num_attention_heads} attention heads ({parameters:,} parameters), \
+pretrained from scratch with {project_version()}. It predicts masked words{pairs}, and is meant to \
+be fine-tuned for other tasks.
 
 {stated}
 """
 
 
-def usage(objective: str) -> str:
+def usage(config: Config) -> str:
     """Show how to load the model, with its pair head if that was trained."""
     names, pairs, labels = ["AutoModel", "AutoTokenizer"], "", ""
-    if objective in PAIRS:
-        _, _, first, second, _ = PAIRS[objective]
-        names.append("BertForNextSentencePrediction")
-        pairs = """
+    if config.data.objective in PAIRS:
+        _, _, first, second, _ = PAIRS[config.data.objective]
+        hf_class, scores = config.model.family.pair_scores
+        names.append(hf_class)
+        pairs = f"""
 pair = tokenizer("A first sentence.", "A second sentence.", return_tensors="pt")
-BertForNextSentencePrediction.from_pretrained(name)(**pair).logits  # of labels 0 and 1
+{hf_class}.from_pretrained(name)(**pair).{scores}  # of labels 0 and 1
 """
         labels = f"\nOf a sentence pair A, B, label 0 means that {first}, label 1 that {second}.\n"
     return f"""## How to load it
@@ -259,8 +260,8 @@ def limits(config: Config, phases: list[Phase], lowercase: bool, positions: int)
         "(hidden states and attention).",
         "The tokenizer lower-cases text." if lowercase else "The tokenizer keeps upper case.",
         "The model knows the language, the topics and the biases of the text above, no others.",
-        "It is not fine-tuned: a class for another task (`BertForSequenceClassification`, ...) "
-        "starts with a new head and says so.",
+        f"It is not fine-tuned: a class for another task (`{model.family.prefix}"
+        "ForSequenceClassification`, ...) starts with a new head and says so.",
     ]
     if config.data.objective not in PAIRS:
         lines.append(

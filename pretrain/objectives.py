@@ -3,10 +3,11 @@
 The loop knows nothing about an objective except its part of the loss of a step:
 weight x (sum of losses) / (count in the whole step).
 
-Each objective has a `name` (the prefix of its metrics), a `weight`, `count(batch)` (the number of
-its labels in a batch), `measure(model, hidden, batch)`, which returns a row of three sums, and
-`baselines(store, pairs, epoch)`: what guesses without a model reach on held-out documents. Rows of
-micro-batches, processes and steps are added up; a metric is a quotient of such sums.
+Each objective has a `name` (the prefix of its metrics), the `heads` of the model that it asks for,
+a `weight`, `count(batch)` (the number of its labels in a batch), `measure(model, hidden, batch)`,
+which returns a row of three sums, and `baselines(store, pairs, epoch)`: what guesses without a
+model reach on held-out documents. Rows of micro-batches, processes and steps are added up; a metric
+is a quotient of such sums.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class MaskedLM:
     """Predict the masked tokens (Devlin et al. 2018, section 3.1, task 1)."""
 
     name: ClassVar[str] = "mlm"
+    heads: ClassVar[tuple[str, ...]] = ("mlm",)
     weight: float = 1.0
 
     def count(self, batch: Batch) -> int:
@@ -67,6 +69,7 @@ class SentencePairs:
     """
 
     name: ClassVar[str] = "nsp"
+    heads: ClassVar[tuple[str, ...]] = ("pooler", "nsp")
     weight: float = 1.0
 
     def count(self, batch: Batch) -> int:
@@ -99,6 +102,7 @@ class BagOfWords:
     """
 
     name: ClassVar[str] = "bag"
+    heads: ClassVar[tuple[str, ...]] = ("mlm",)
     weight: float
 
     def count(self, batch: Batch) -> int:

@@ -26,7 +26,7 @@ from pretrain.describe import show_sequence
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS
-from pretrain.models.bert import BertForPreTraining, count_flops
+from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.optim import build_optimizers
 from pretrain.run_setup import (
@@ -74,7 +74,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
         steps, size = phase.end - phase.start, phase.train.global_batch_size
         tokens = len(sample.input_ids) / len(sample.next_sentence_label)  # per sequence
-        operations = count_flops(sample, config.model, len(store.vocabulary))
+        operations = model.count_flops(sample)
         epochs, of_what = describe_epochs(source, steps * size, tokens, assumed)
         total += operations / len(sample.next_sentence_label) * steps * size
         fed.append(tokens * phase.train.micro_batch_size)
@@ -86,7 +86,8 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
     optimizers = build_optimizers(model, train)
-    speed, update_s = try_steps(model, optimizers, sources[0], config, accelerator)
+    most = phases[0].train.micro_batch_size
+    speed, update_s = try_steps(model, optimizers, sources[0], most, accelerator)
     kept = (values for one in optimizers for values in one.state.values())
     optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
     saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
@@ -171,7 +172,7 @@ def duration(seconds: float) -> str:
 
 
 def measure_activations(
-    model: BertForPreTraining, source: BatchSource, tokens: float, accelerator: Accelerator
+    model: PretrainingModel, source: BatchSource, tokens: float, accelerator: Accelerator
 ) -> float:
     """Estimate the activation memory of `tokens` tokens, in bytes.
 
@@ -199,7 +200,8 @@ def measure_activations(
         points.append((filled, sum(size for _, size in kept.values())))
         del rows
     (x, low), (y, high) = points
-    kept_bytes, layers = low + (high - low) / (y - x) * (tokens - x), len(model.layers)
+    kept_bytes = low + (high - low) / (y - x) * (tokens - x)
+    layers = model.config.num_hidden_layers
     if recomputed:
         kept_bytes = kept_bytes / layers + 4 * model.config.hidden_size * tokens * layers
     head = CHUNK.get(accelerator.device.type, CHUNK["cuda"]) + model.embeddings.word.weight.numel()
@@ -208,9 +210,10 @@ def measure_activations(
 
 
 def try_steps(
-    model, optimizers, source: BatchSource, config: Config, accelerator: Accelerator
+    model, optimizers, source: BatchSource, most: int, accelerator: Accelerator
 ) -> tuple[float, float]:
-    """Measure the speed of a few training steps on as many sequences as the time allows.
+    """Measure the speed of a few training steps on as many sequences as the time allows, at most
+    `most` of them.
 
     The learning rate is 0, so the weights stay.
     Returns (FLOP/s of forward and backward passes, seconds of an update).
@@ -226,13 +229,11 @@ def try_steps(
         zero_gradients(optimizers)
         if turn:  # the first is the warm-up
             seconds += middle - started
-            operations += count_flops(batch, config.model, len(source.store.vocabulary))
+            operations += model.count_flops(batch)
             if now(accelerator) - begin > SECONDS:
                 break
         if turn == 1:
-            count = int(
-                min(max(SECONDS / 5 / seconds, 1), phases_of(config)[0].train.micro_batch_size)
-            )
+            count = int(min(max(SECONDS / 5 / seconds, 1), most))
     return operations / seconds, min(updates)
 
 

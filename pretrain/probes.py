@@ -19,7 +19,7 @@ from data_pipeline.config import check
 from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import Vocabulary
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 
 PASS_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 17}  # tokens of a pass; no speed is left in more
 SPECIALS = ("[CLS]", "[SEP]")  # not scored
@@ -27,7 +27,7 @@ LEVELS = ("field", "linguistics_term", "UID")  # of BLiMP; a UID is a paradigm
 
 
 def score_sentences(
-    model: BertForPreTraining,
+    model: PretrainingModel,
     sentences: list[list[int]],
     vocabulary: Vocabulary,
     accelerator: Accelerator,
@@ -169,7 +169,7 @@ def check_lengths(sentences: list[list[int]], vocabulary: Vocabulary, longest: i
 
 @torch.no_grad()
 def fill_masks(
-    model: BertForPreTraining,
+    model: PretrainingModel,
     sentences: list[list[int]],
     vocabulary: Vocabulary,
     accelerator: Accelerator,
@@ -228,7 +228,7 @@ class Probes:
             mean = by_phenomenon(self.paradigms, right)["mean"]
             self.baseline = {"eval/minimal_pairs_unigram": mean}
 
-    def measure(self, model: BertForPreTraining, accelerator: Accelerator) -> dict[str, float]:
+    def measure(self, model: PretrainingModel, accelerator: Accelerator) -> dict[str, float]:
         """Score the minimal pairs, if there are any: means over paradigms, and the baseline (a
         collective call)."""
         if not self.pairs:
@@ -238,7 +238,7 @@ class Probes:
         fields = {f"eval/minimal_pairs/{name}": mean for name, mean in found["field"].items()}
         return {"eval/minimal_pairs": found["mean"]} | fields | self.baseline
 
-    def fill(self, model: BertForPreTraining, accelerator: Accelerator) -> dict[str, list]:
+    def fill(self, model: PretrainingModel, accelerator: Accelerator) -> dict[str, list]:
         """Fill in the sentences, if there are any (a collective call).
 
         Returns `fillings`: for each sentence its text and, for each [MASK], (piece, probability) of

@@ -41,7 +41,7 @@ from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut, sample_counts
 from pretrain.export import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import configure_cpu, cpu_supports, return_freed_memory
 from pretrain.objectives import objectives_of
 from pretrain.optim import build_optimizers
@@ -64,7 +64,7 @@ class Run:
     sources: list[BatchSource]  # one for each phase
     held_out: dict[int, HeldOut]  # by length
     probes: Probes | None
-    bare: BertForPreTraining
+    bare: PretrainingModel
     model: torch.nn.Module  # `bare`, wrapped for many processes
     compiled: bool
     optimizers: list[torch.optim.Optimizer]
@@ -236,18 +236,16 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
     return sources
 
 
-def build_model(config: Config, vocab_size: int) -> BertForPreTraining:
+def build_model(config: Config, vocab_size: int) -> PretrainingModel:
     """Build the initial model, with the heads of its objectives."""
     torch.manual_seed(config.seed)
     objectives = objectives_of(config.data.objective, config.train.bag_of_words_weight)
-    model = BertForPreTraining(config.model, vocab_size, objectives)
+    model = PretrainingModel(config.model, vocab_size, objectives)
     model.gradient_checkpointing = config.train.gradient_checkpointing
     return model
 
 
-def start_from_corpus(
-    model: BertForPreTraining, store: TokenStore, accelerator: Accelerator
-) -> None:
+def start_from_corpus(model: PretrainingModel, store: TokenStore, accelerator: Accelerator) -> None:
     """Set the MLM bias and the word embeddings of a new model to what counting tells about its
     corpus (a collective call)."""
     model.start_at_frequencies(torch.from_numpy(sample_counts(store)))

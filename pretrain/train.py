@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import NoReturn
@@ -39,7 +38,6 @@ from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progre
 from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
-from pretrain.models.bert import count_flops
 from pretrain.monitor import Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
@@ -143,7 +141,7 @@ def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
     """Prefetch the remaining steps: (micro-batches on the device, FLOPs of the step)."""
     accelerator = run.accelerator
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    flops = partial(count_flops, model=run.config.model, vocab_size=len(run.store.vocabulary))
+    flops = run.bare.count_flops
     return prefetch(
         ([batch.to(accelerator.device) for batch in batches], sum(map(flops, batches)))
         for batches in read_steps(run.phases, run.sources, run.state["step"], rank, world_size)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,7 +31,8 @@ from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_voca
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
 from pretrain.export import load_export
-from pretrain.models.bert import BertForPreTraining, from_hf, hf_config, to_hf
+from pretrain.families import FAMILIES, hf_config
+from pretrain.models.bert import PretrainingModel
 from pretrain.train import train
 
 PEER_BATCH_SIZE, PEER_RATE = 32, 1e-3
@@ -69,7 +70,7 @@ def learn(side: str, minutes: float, config_path: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
-def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTraining:
+def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> PretrainingModel:
     """Train with this project, without evaluation, for as many steps as fit."""
 
     def run(name: str, steps: int) -> float:
@@ -94,16 +95,17 @@ def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTr
         return load_export(Path(folder) / "all" / "export")
 
 
-def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTraining:
+def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> PretrainingModel:
     from transformers import BertConfig
     from transformers import BertForPreTraining as Peer
 
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
-    model = BertForPreTraining(config.model, len(vocabulary))
-    settings = hf_config(config.model, len(vocabulary))
+    model = PretrainingModel(config.model, len(vocabulary))
+    settings = hf_config(asdict(config.model), len(vocabulary), model.hf_class)
     other = Peer(BertConfig(**settings, attn_implementation="sdpa"))
-    other.load_state_dict(to_hf(model.state_dict()), strict=False)
+    family = FAMILIES["bert"]
+    other.load_state_dict(family.to_hf(model.state_dict()), strict=False)
 
     data_dir = Path(config.data_dir)
     store = TokenStore.open(data_dir / "store", "train", vocabulary)
@@ -144,7 +146,7 @@ def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> BertForPreTr
                 break
     print(f"peer: {steps} steps in {minutes:.2f} minutes", file=sys.stderr)
     weights = accelerator.unwrap_model(other).state_dict()
-    model.load_state_dict(from_hf(weights, list(model.state_dict())))
+    model.load_state_dict(family.from_hf(weights, model.state_dict()))
     return model
 
 

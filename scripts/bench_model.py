@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -27,8 +27,9 @@ from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
+from pretrain.families import hf_config
 from pretrain.metrics import peak_flops
-from pretrain.models.bert import BertForPreTraining, count_flops, hf_config, to_hf
+from pretrain.models.bert import PretrainingModel
 from pretrain.optim import build_optimizers
 
 SIZES = {  # layers, hidden size
@@ -97,7 +98,9 @@ def compare_steps(
         best(*tuned_ones),
         threads=threads,
     )
-    flops = sum(count_flops(b, task.model, len(task.vocabulary)) for b in task.batches)
+    with torch.device("meta"):
+        model = PretrainingModel(task.model, len(task.vocabulary))
+    flops = sum(map(model.count_flops, task.batches))
     each = flops / sum(len(batch.input_ids) for batch in task.batches)
     tflops = [rate * each / 1e12 for rate in best("ours bf16", "ours fp32")]
     show(f"speed of {size}, length {length}", "TFLOP/s", "", tflops, threads=threads)
@@ -175,7 +178,7 @@ def make_task(data_dir: Path, size: str, length: int, batch_size: int, device: s
 
 def ours(task: Task, bf16: bool) -> Step:
     torch.manual_seed(0)
-    model = BertForPreTraining(task.model, len(task.vocabulary)).to(task.device)
+    model = PretrainingModel(task.model, len(task.vocabulary)).to(task.device)
     optimizers = build_optimizers(model, TrainConfig())
     batches = [batch.to(task.device) for batch in task.batches]
     if task.device.type == "cuda":
@@ -203,8 +206,9 @@ def peer(task: Task, bf16: bool, tuned: bool, compiled: bool = False) -> Step:
     from transformers import BertForPreTraining as Peer
 
     torch.manual_seed(0)
-    weights = to_hf(BertForPreTraining(task.model, len(task.vocabulary)).state_dict())
-    settings = hf_config(task.model, len(task.vocabulary))
+    started = PretrainingModel(task.model, len(task.vocabulary))
+    weights = task.model.family.to_hf(started.state_dict())
+    settings = hf_config(asdict(task.model), len(task.vocabulary), started.hf_class)
     model = Peer(BertConfig(**settings, attn_implementation="sdpa"))
     model.load_state_dict(weights, strict=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=tuned or None)
@@ -280,11 +284,11 @@ def tokens_per_second(steps: dict[str, Step], runs: int, threads: int) -> dict[s
 
 def padding_share(task: Task) -> float:
     """Compute the share of a forward pass's FLOPs that are spent on padding."""
-    model = BertForPreTraining(task.model, len(task.vocabulary)).to(task.device).eval()
+    model = PretrainingModel(task.model, len(task.vocabulary)).to(task.device).eval()
     batch = task.batches[0].to(task.device)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(batch)
-    needed = count_flops(task.batches[0], task.model, len(task.vocabulary)) / 3
+    needed = model.count_flops(task.batches[0]) / 3
     return 1 - needed / counter.get_total_flops()
 
 

@@ -16,6 +16,7 @@ from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from pretrain.export import check_weights
+from pretrain.families import longest_sequence
 
 BATCH = 64  # texts of about equal length in one pass
 
@@ -65,7 +66,7 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModel.from_pretrained(model_dir, dtype=torch.float32).eval().to(device)
-    layers, longest = model.config.num_hidden_layers, model.config.max_position_embeddings
+    layers, longest = model.config.num_hidden_layers, longest_sequence(model.config.to_dict())
     check(
         layers >= 4 or not pool.endswith("4"),
         f"the model has {layers} layers, and {pool} wants the last four; use --pool mean",

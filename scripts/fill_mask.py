@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.export import load_export
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 from pretrain.probes import check_lengths, fill_masks
 
 
 def fill_mask(
-    model: BertForPreTraining, tokenizer: Tokenizer, sentence: str, k: int = 5
+    model: PretrainingModel, tokenizer: Tokenizer, sentence: str, k: int = 5
 ) -> list[list[tuple[str, float]]]:
     """Predict the `k` most likely tokens, with probabilities, for each [MASK] of a sentence."""
     vocabulary = Vocabulary.of([*map(tokenizer.id_to_token, range(tokenizer.get_vocab_size()))])

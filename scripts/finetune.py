@@ -43,6 +43,7 @@ from data_pipeline.common.folders import hash_file, write_file
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from pretrain.export import check_weights
+from pretrain.families import longest_sequence
 from pretrain.model_card import project_version
 from pretrain.models.cpu import cpu_supports
 
@@ -137,7 +138,7 @@ def check_settings(args: argparse.Namespace) -> None:
         path.exists() and (args.model / "tokenizer.json").exists(),
         f"no exported model in {args.model}; python -m pretrain.export makes one",
     )
-    longest = json.loads(path.read_text())["max_position_embeddings"]
+    longest = longest_sequence(json.loads(path.read_text()))
     usual = min(384 if args.task == "qa" else 128, longest)
     args.max_length = usual if args.max_length is None else args.max_length
     check(

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.export import load_export
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 from pretrain.probes import fill_masks, prefers_good, score_sentences
 
 SHOWN, COMPARED = 5, 200  # sentences to fill, and to tell from their words in another order
@@ -75,7 +75,7 @@ def enclose(tokens: np.ndarray, vocabulary: Vocabulary) -> list[int]:
 
 
 def tell_order(
-    model: BertForPreTraining, sentences: list[np.ndarray], vocabulary: Vocabulary, seed: int = 0
+    model: PretrainingModel, sentences: list[np.ndarray], vocabulary: Vocabulary, seed: int = 0
 ) -> float:
     """Compute the share of sentences that a model finds likelier than their words shuffled; a tie
     counts half."""
@@ -113,7 +113,7 @@ def main() -> None:
             print(f"    {candidates}; the truth: {vocabulary.pieces[truth]}")
 
     torch.manual_seed(0)
-    fresh = BertForPreTraining(model.config, len(vocabulary), model.objectives)
+    fresh = PretrainingModel(model.config, len(vocabulary), model.objectives)
     found, chance = (tell_order(one, sentences, vocabulary) for one in (model, fresh))
     print(
         f"of {len(sentences)} held-out sentences, each beside its words in another order, it finds "

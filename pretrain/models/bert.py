@@ -1,13 +1,11 @@
-"""BERT with its two pretraining heads (Devlin et al. 2018): model, FLOPs, and the parameter names
-and config of transformers' `BertForPreTraining`, which computes the same with the same weights.
+"""BERT and its relatives with their pretraining heads (Devlin et al. 2018): the model, and how many
+operations it takes. A row of `pretrain.families` tells what is special about a family.
 
-Sequences are packed end to end, so linear layers compute on no padding (except a little on a CPU,
-see `TOKEN_MULTIPLE`), and the MLM head sees the masked positions only.
-
-Shapes: B sequences, T tokens in total, M masked positions, D hidden size, H heads, V vocabulary.
+Shapes: B sequences, T tokens in total, M masked positions, D hidden size, E embedding size, V
+vocabulary.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,133 +15,28 @@ from torch.utils.checkpoint import checkpoint
 from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig
 from pretrain.loss import score_labels
-from pretrain.models.attention import attend
-from pretrain.models.cpu import TOKEN_MULTIPLE, Dropout
-from pretrain.objectives import ROW, SentencePairs, objectives_of
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
-WITH_PAIRS, WITHOUT_PAIRS = "BertForPreTraining", "BertForMaskedLM"  # transformers' classes
-NAMES = {  # our parameter or module -> transformers'; encoder layers are below
-    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
-    "embeddings.position.weight": "bert.embeddings.position_embeddings.weight",
-    "embeddings.token_type.weight": "bert.embeddings.token_type_embeddings.weight",
-    "embeddings.norm": "bert.embeddings.LayerNorm",
-    "pooler": "bert.pooler.dense",
-    "mlm.dense": "cls.predictions.transform.dense",
-    "mlm.norm": "cls.predictions.transform.LayerNorm",
-    "mlm.bias": "cls.predictions.bias",
-    "nsp": "cls.seq_relationship",
-}
-LAYER_NAMES = {  # after "layers.N." and "bert.encoder.layer.N."
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-    "attention.out": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "norm": "output.LayerNorm",
-}
+from pretrain.models.cpu import TOKEN_MULTIPLE
+from pretrain.models.layers import Embeddings, Layer, MaskedLMHead
+from pretrain.objectives import ROW, objectives_of
 
 
-class Embeddings(nn.Module):
-    """Sum of word, token-type and position embeddings, normalised: a batch -> (T, D)."""
+class PretrainingModel(nn.Module):
+    """An encoder with the heads that its objectives ask for: MLM, and pooler and pair head.
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
-        super().__init__()
-        size = config.hidden_size
-        self.word = nn.Embedding(vocab_size, size, padding_idx=config.pad_token_id)
-        self.position = nn.Embedding(config.max_position_embeddings, size)
-        self.token_type = nn.Embedding(config.type_vocab_size, size)
-        self.norm = nn.LayerNorm(size, config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
-
-    def forward(self, batch: Batch) -> Tensor:
-        x = self.word(batch.input_ids) + self.token_type(batch.token_type_ids)
-        return self.dropout(self.norm(x + self.position(batch.position_ids)))  # (T, D)
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention within each sequence: (T, D) -> (T, D)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        size = config.hidden_size
-        self.heads = config.num_attention_heads
-        self.dropout = config.attention_probs_dropout_prob
-        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
-        self.out = nn.Linear(size, size)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        # one product, but three parameters, since Muon orthogonalises each matrix
-        three = (self.query, self.key, self.value)
-        weight, bias = torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])
-        qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, D/H)
-        x = attend(qkv, batch, self.dropout if self.training else 0.0)
-        return self.out(x.flatten(1))  # (T, D)
-
-
-class Layer(nn.Module):
-    """One encoder layer, with LayerNorm after each residual: (T, D) -> (T, D)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        size, eps = config.hidden_size, config.layer_norm_eps
-        inner = config.intermediate_size or 4 * size
-        self.attention = Attention(config)
-        self.attention_norm = nn.LayerNorm(size, eps)
-        self.up = nn.Linear(size, inner)
-        self.down = nn.Linear(inner, size)
-        self.norm = nn.LayerNorm(size, eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
-        self.activation = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, batch)))
-        return self.norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # (T, D)
-
-
-class MaskedLMHead(nn.Module):
-    """Transform the hidden states of masked positions for the decoder: (M, D) -> (M, D).
-
-    The decoder is the word-embedding matrix, with `bias` added.
-    """
-
-    def __init__(self, config: ModelConfig, vocab_size: int):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-        self.activation = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.activation(self.dense(x)))  # (M, D)
-
-
-class BertForPreTraining(nn.Module):
-    """BERT with the MLM head and, if an objective asks for them, the pooler and the NSP head.
-
-    NSP label 0 means that B follows A, 1 that B is random.
+    Label 0 of a pair means that B follows A, 1 that it does not.
     """
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, objectives: tuple = objectives_of("nsp")
     ):
         super().__init__()
-        size = config.hidden_size
+        size, heads = config.hidden_size, {head for one in objectives for head in one.heads}
         self.objectives = objectives
-        has_pairs = any(isinstance(one, SentencePairs) for one in objectives)
         self.embeddings = Embeddings(config, vocab_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.pooler = nn.Linear(size, size) if has_pairs else None
+        self.pooler = nn.Linear(size, size) if "nsp" in heads else None
         self.mlm = MaskedLMHead(config, vocab_size)
-        self.nsp = nn.Linear(size, 2) if has_pairs else None
+        self.nsp = nn.Linear(size, 2) if "nsp" in heads else None
         self.config = config
         self.gradient_checkpointing = False  # saves memory, costs compute
         self.apply(self.initialize)
@@ -180,9 +73,9 @@ class BertForPreTraining(nn.Module):
         self.embeddings.word.weight[known] = length * F.normalize(vectors[known])
 
     @property
-    def architecture(self) -> str:
+    def hf_class(self) -> str:
         """The class of transformers with the same heads."""
-        return WITH_PAIRS if self.nsp else WITHOUT_PAIRS
+        return self.config.family.pairs if self.nsp else self.config.family.masked_lm
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile the layers; one dynamic graph serves all of them and any number of tokens."""
@@ -232,70 +125,29 @@ class BertForPreTraining(nn.Module):
         mlm = F.linear(x, self.embeddings.word.weight, self.mlm.bias)
         return (mlm, self.pair_logits(hidden, batch)) if self.nsp else (mlm,)
 
+    def count_flops(self, batch: Batch) -> int:
+        """Count the floating-point operations of a forward and backward pass on a batch.
 
-def resize_positions(model: BertForPreTraining, trained: int, size: int) -> None:
+        A multiplication and its addition count as two, and the backward pass as twice the forward
+        pass. Counts the matrix products on real tokens, masked positions and pairs; neither padding
+        nor dropout, norms, activations and the bag of words.
+        """
+        model = self.config
+        size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
+        lengths = batch.cu_seqlens.diff()
+        attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens
+        layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
+        decoder = model.embedding_width * (size + len(self.mlm.bias))
+        heads = len(batch.masked_labels) * decoder
+        if self.nsp:
+            heads += len(lengths) * size * (size + 2)
+        return 3 * 2 * (model.num_hidden_layers * layer + heads)
+
+
+def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:
     """Give a model `size` positions: the first `trained` ones, repeated if there are fewer."""
-    table = model.embeddings.position.weight.detach()
-    rows = table[torch.arange(size) % min(trained, len(table))]
+    table, first = model.embeddings.position.weight.detach(), model.config.first_position
+    rows = first + torch.arange(size) % min(trained, len(table) - first)
+    rows = table[torch.cat([torch.arange(first), rows])]
     model.embeddings.position = nn.Embedding.from_pretrained(rows, freeze=False)
     model.config = replace(model.config, max_position_embeddings=size)
-
-
-def count_flops(batch: Batch, model: ModelConfig, vocab_size: int) -> int:
-    """Count the floating-point operations of a forward and backward pass on a batch.
-
-    A multiplication and its addition count as two, and the backward pass as twice the forward pass.
-    Counts the matrix products on real tokens, masked positions and pairs; neither padding nor
-    dropout, norms, activations and the bag of words.
-    """
-    size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
-    lengths = batch.cu_seqlens.diff()
-    attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens in a sequence
-    layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
-    heads = len(batch.masked_labels) * size * (size + vocab_size) + len(lengths) * size * (size + 2)
-    return 3 * 2 * (model.num_hidden_layers * layer + heads)
-
-
-# --------------------------------------------------------------------------- for transformers
-
-
-def hf_name(name: str) -> str:
-    """Translate the name of a parameter of `BertForPreTraining` into transformers'."""
-    if name in NAMES:
-        return NAMES[name]
-    stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
-    _, number, stem = stem.split(".", 2)
-    return f"bert.encoder.layer.{number}.{LAYER_NAMES[stem]}.{kind}"
-
-
-def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights to transformers' names, without the decoder, which is tied on loading."""
-    return {hf_name(name): tensor for name, tensor in state.items()}
-
-
-def from_hf(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    """Select the parameters `names` of this model from weights under transformers' names."""
-    return {name: weights[hf_name(name)] for name in names}
-
-
-def hf_config(
-    config: ModelConfig,
-    vocab_size: int,
-    dtype: str = "float32",
-    architecture: str = WITH_PAIRS,
-) -> dict:
-    """Build the `config.json` of a model, with BertConfig's keys.
-
-    Writes the dtype as `torch_dtype`, the older name, which all versions of transformers read.
-    """
-    settings = asdict(config)
-    settings["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
-    return settings | {
-        "architectures": [architecture],
-        "model_type": "bert",
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": True,
-        "torch_dtype": dtype,
-    }

@@ -23,7 +23,7 @@ from pretrain.evaluate import (
     token_groups,
     word_sizes,
 )
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 
 TINY = ModelConfig(
     hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3
@@ -35,9 +35,9 @@ def build_held_out(prepared: Path, store: TokenStore, **settings) -> HeldOut:
     return HeldOut(prepared / "data/store", store, data, 40, 16, Accelerator(cpu=True))
 
 
-def build_model(store: TokenStore) -> BertForPreTraining:
+def build_model(store: TokenStore) -> PretrainingModel:
     torch.manual_seed(0)
-    return BertForPreTraining(TINY, len(store.vocabulary))
+    return PretrainingModel(TINY, len(store.vocabulary))
 
 
 def test_metrics_are_those_of_a_plain_count_over_tokens(prepared: Path, store: TokenStore) -> None:

@@ -7,7 +7,7 @@ import re
 import runpy
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +39,9 @@ from pretrain.export import (
     read_marker,
     read_run_config,
 )
+from pretrain.families import FAMILIES, LAYER_NAMES, Family, hf_config
 from pretrain.model_card import model_card
-from pretrain.models.bert import LAYER_NAMES, BertForPreTraining, from_hf, hf_config, to_hf
+from pretrain.models.bert import PretrainingModel
 from pretrain.objectives import objectives_of
 
 FILES = {
@@ -52,6 +53,7 @@ FILES = {
     "tokenizer_config.json",
     "vocab.txt",
 }
+BERT = FAMILIES["bert"]
 TINY = ModelConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
 )
@@ -80,24 +82,24 @@ CLASSES = {  # class -> (keys that it starts anew, keys that it has no place for
 }
 
 
-def build(vocab_size: int, config: ModelConfig = TINY) -> BertForPreTraining:
+def build(vocab_size: int, config: ModelConfig = TINY) -> PretrainingModel:
     """A model with no two parameters alike: at the start all norms are one, and may be swapped."""
     torch.manual_seed(0)
-    model = BertForPreTraining(config, vocab_size)
+    model = PretrainingModel(config, vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 
 
-def write(model: BertForPreTraining, root: Path, out: Path, card: str = "", **options) -> None:
+def write(model: PretrainingModel, root: Path, out: Path, card: str = "", **options) -> None:
     """Export with the vocabulary of a prepared folder."""
     origin = {"step": 8, "vocab_sha256": "ab", "data_sha256": "cd"}
     export(model, root / "data/vocab", out, card, origin, **options)
 
 
 @pytest.fixture(scope="module")
-def model(vocabulary: Vocabulary) -> BertForPreTraining:
+def model(vocabulary: Vocabulary) -> PretrainingModel:
     return build(len(vocabulary))
 
 
@@ -169,7 +171,8 @@ def test_the_weights_have_the_names_of_transformers_and_the_decoder_is_not_among
     from transformers import BertConfig
     from transformers import BertForPreTraining as Peer
 
-    peer = Peer(BertConfig(**hf_config(model.config, len(model.mlm.bias))))
+    settings = hf_config(asdict(model.config), len(model.mlm.bias), model.hf_class)
+    peer = Peer(BertConfig(**settings))
     weights = load_file(exported / "model.safetensors")
     assert weights.keys() == {name for name, _ in peer.named_parameters()}
     for name, parameter in peer.named_parameters():
@@ -178,7 +181,7 @@ def test_the_weights_have_the_names_of_transformers_and_the_decoder_is_not_among
 
 def test_the_names_lead_there_and_back(model) -> None:
     state = model.state_dict()
-    back = from_hf(to_hf(state), list(state))
+    back = BERT.from_hf(BERT.to_hf(state), state)
     assert list(back) == list(state)
     assert all(torch.equal(back[name], state[name]) for name in state)
 
@@ -263,18 +266,22 @@ def test_the_tokenizer_cuts_texts_to_what_the_model_can_take(exported) -> None:
 def swap_weights(a: str, b: str):
     """`to_hf` with tensors exchanged, in every layer where the names hold N."""
 
-    def tampered(state):
-        weights = to_hf(state)
+    def exchange(weights):
         for n in range(TINY.num_hidden_layers):
             x, y = a.replace("N", str(n)), b.replace("N", str(n))
             weights[x], weights[y] = weights[y], weights[x]
         return weights
 
-    return "pretrain.export.to_hf", tampered
+    return change_weights(exchange)
 
 
-def change_weights(change):
-    return "pretrain.export.to_hf", lambda state: change(to_hf(state))
+def change_weights(change, rename=Family.to_hf):
+    return "pretrain.families.Family.to_hf", lambda *args: change(rename(*args))
+
+
+def change_layer_names(**names):
+    other = replace(BERT, layer_names=LAYER_NAMES | names)
+    return "pretrain.config.FAMILIES", FAMILIES | {"bert": other}
 
 
 def change_config(**changes):
@@ -288,14 +295,11 @@ def swap_nsp_rows(weights):
 SELF = "bert.encoder.layer.N.attention.self."
 FAULTS = {
     "query and key swapped": swap_weights(f"{SELF}query.weight", f"{SELF}key.weight"),
-    "query and key swapped both ways": (
-        "pretrain.models.bert.LAYER_NAMES",
-        LAYER_NAMES
-        | {"attention.query": "attention.self.key", "attention.key": "attention.self.query"},
+    "query and key swapped both ways": change_layer_names(
+        **{"attention.query": "attention.self.key", "attention.key": "attention.self.query"}
     ),
-    "norms swapped both ways": (
-        "pretrain.models.bert.LAYER_NAMES",
-        LAYER_NAMES | {"attention_norm": "output.LayerNorm", "norm": "attention.output.LayerNorm"},
+    "norms swapped both ways": change_layer_names(
+        attention_norm="output.LayerNorm", norm="attention.output.LayerNorm"
     ),
     "NSP rows swapped": change_weights(swap_nsp_rows),
     "half precision": change_weights(lambda w: {name: t.half() for name, t in w.items()}),
@@ -312,7 +316,7 @@ def test_the_gate_stops_a_wrong_export_and_nothing_is_left(
     fault, model, prepared, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(*FAULTS[fault])
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, UserError)):
         write(model, prepared, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -613,7 +617,7 @@ def test_a_run_without_pairs_exports_no_untrained_head(prepared, tmp_path, vocab
 def test_a_checkpoint_with_untrained_heads_goes_on_without_them(tmp_path, vocabulary) -> None:
     whole = build(len(vocabulary))
     folder = save_checkpoint(tmp_path, whole, [], {"step": 1}, keep=1)
-    bare = BertForPreTraining(TINY, len(vocabulary), objectives_of("none"))
+    bare = PretrainingModel(TINY, len(vocabulary), objectives_of("none"))
     load_model(folder, bare)
     kept = whole.state_dict()
     assert all(torch.equal(kept[name], value) for name, value in bare.state_dict().items())
@@ -939,7 +943,7 @@ def test_the_weights_of_each_dtype_are_the_models_rounded(
     wanted = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
     wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in wanted.items()}
     weights = load_file(tmp_path / "out/model.safetensors")
-    assert_same_weights(from_hf(weights, list(wanted)), wanted)
+    assert_same_weights(BERT.from_hf(weights, wanted), wanted)
     assert AutoConfig.from_pretrained(tmp_path / "out").dtype == getattr(torch, dtype)
     peer = Peer.from_pretrained(tmp_path / "out")
     assert {p.dtype for p in peer.parameters()} == {getattr(torch, dtype)}

@@ -142,7 +142,7 @@ def test_another_vocabulary_text_or_precision_is_refused(name: str) -> None:
 
 
 FREE = {  # change neither data nor mathematics
-    *("extend", "compile", "gradient_checkpointing", "micro_batch_size"),
+    *("extra", "extend", "compile", "gradient_checkpointing", "micro_batch_size"),
     *("log_every", "eval_every", "eval_examples", "save_every", "keep_checkpoints", "timeout_s"),
 }
 

@@ -15,7 +15,7 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import TrainConfig
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 from pretrain.monitor import MOST_SKIPPED, NORMS, Monitor
 
 TRAIN = TrainConfig(max_steps=1000, warmup_steps=100, log_every=10)
@@ -33,7 +33,7 @@ def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
     """The losses of some steps of the run of `prepared` become NaN; a function of their batches."""
     source = BatchSource(store, PairsConfig(max_seq_length=64), seed=0)
     bad = [source.batch(16 * step, 16).input_ids for step in steps]
-    forward = BertForPreTraining.forward
+    forward = PretrainingModel.forward
 
     def planted(self, batch):
         rows = forward(self, batch)
@@ -41,7 +41,7 @@ def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
             rows = rows * torch.tensor([math.nan, 1, 1])
         return rows
 
-    monkeypatch.setattr(BertForPreTraining, "forward", planted)
+    monkeypatch.setattr(PretrainingModel, "forward", planted)
 
 
 # ------------------------------------------------------------------------------ skipped steps

@@ -10,7 +10,7 @@ from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import Clock, to_metrics
-from pretrain.models.bert import BertForPreTraining, count_flops
+from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import lay_out
 from pretrain.objectives import ROW, MaskedLM, SentencePairs, objectives_of
 from pretrain.optim import build_optimizers, learning_rate
@@ -19,9 +19,9 @@ TINY = ModelConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 TRAIN = TrainConfig(max_steps=100, warmup_steps=10, learning_rate=3e-3, weight_decay=0.1)
 
 
-def build_model() -> BertForPreTraining:
+def build_model() -> PretrainingModel:
     torch.manual_seed(0)
-    return BertForPreTraining(TINY, 64)
+    return PretrainingModel(TINY, 64)
 
 
 def fill_gradients(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -265,7 +265,7 @@ def test_rows_of_several_batches_add_up_to_means_over_tokens_and_pairs(store) ->
     config = ModelConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64
     )
-    model = BertForPreTraining(replace(config, initializer_range=0.3), len(store.vocabulary)).eval()
+    model = PretrainingModel(replace(config, initializer_range=0.3), len(store.vocabulary)).eval()
     source = BatchSource(store, PairsConfig(max_seq_length=64), seed=0)
     sums, wanted = torch.zeros(2, ROW, dtype=torch.float64), [[0.0] * ROW for _ in "ab"]
     for start, count in ((0, 6), (6, 4)):
@@ -318,7 +318,7 @@ def test_an_objective_counts_by_its_weight() -> None:
 
 
 def test_only_losses_have_a_gradient(store) -> None:
-    model = BertForPreTraining(TINY, len(store.vocabulary))
+    model = PretrainingModel(TINY, len(store.vocabulary))
     rows = model(BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 4))
     (gradient,) = torch.autograd.grad(rows[:, 1:].sum(), model.mlm.bias, allow_unused=True)
     assert gradient is None or not gradient.any()
@@ -335,11 +335,11 @@ def test_counted_operations_are_those_of_a_step_without_any_padding(store, monke
     monkeypatch.setattr("pretrain.models.cpu.GROUP_TOKENS", 1)  # each sequence by itself
     lay_out.cache_clear()
     config = replace(TINY, hidden_size=32, intermediate_size=48, attention_probs_dropout_prob=0.0)
-    model = BertForPreTraining(config, len(store.vocabulary))
+    model = PretrainingModel(config, len(store.vocabulary))
     batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 6)
     with FlopCounterMode(display=False) as counter:
         model(batch)[:, 0].sum().backward()
-    assert count_flops(batch, config, len(store.vocabulary)) == counter.get_total_flops()
+    assert model.count_flops(batch) == counter.get_total_flops()
 
 
 def test_speed_counts_real_tokens_of_all_processes_and_mfu_those_of_one_card() -> None:

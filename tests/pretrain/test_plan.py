@@ -17,7 +17,7 @@ from data_pipeline.sampling.token_store import TokenStore
 from pretrain import plan
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config, phases_of
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 
 LARGER = ("model.hidden_size=128", "train.learning_rate=1e-3", "train.max_steps=40")
 
@@ -47,7 +47,7 @@ def test_parameters_memory_and_disk_are_those_of_the_model(
     prepared: Path, store: TokenStore, table: dict, tmp_path: Path
 ) -> None:
     config = config_of(prepared, *LARGER)
-    model = BertForPreTraining(config.model, len(store.vocabulary))
+    model = PretrainingModel(config.model, len(store.vocabulary))
     weights = sum(p.numel() for p in model.parameters())
     rows = len(store.vocabulary) + 512 + 2 + 2  # pieces, positions, types, norm
     assert table["parameters"][:2] == [weights, rows * 128]
@@ -88,7 +88,7 @@ def test_a_time_is_said_in_a_unit_that_one_can_read(seconds: float, said: str) -
 def test_activations_are_a_line_in_the_tokens(prepared: Path, store: TokenStore) -> None:
     """As many bytes as autograd keeps of a batch that the line was not drawn through."""
     config = config_of(prepared, *LARGER)
-    model = BertForPreTraining(config.model, len(store.vocabulary))
+    model = PretrainingModel(config.model, len(store.vocabulary))
     source = BatchSource(store, config.data, seed=0)
     batch = source.batch(100, 64)
     tokens, own = len(batch.input_ids), {p.data_ptr() for p in model.parameters()}

@@ -54,7 +54,7 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
     prepared: Path, straight: Path, tmp_path: Path, step: int
 ) -> None:
     """The second of four batches is asked for a signal of the first; step 12 is the last."""
-    score = {"module": "pretrain.models.bert", "name": "BertForPreTraining.score"}
+    score = {"module": "pretrain.models.bert", "name": "PretrainingModel.score"}
     first = 1 if step == 6 else 5  # call of it in this evaluation
     plant = {"condition": f"len(calls) == {first}", "numbers": [int(signal.SIGTERM)]}
     done = run_with(prepared, tmp_path, **score, **plant)

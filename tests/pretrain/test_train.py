@@ -32,7 +32,7 @@ from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batches import BatchSource
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, ModelConfig
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 
 # ------------------------------------------------------------------------------ one gradient
 
@@ -80,7 +80,7 @@ def test_a_run_learns(prepared: Path, tmp_path: Path) -> None:
 
 def test_gradient_checkpointing_gives_the_same_bits_and_keeps_no_insides_of_layers(store) -> None:
     """With dropout, whose draws the second computation has to repeat."""
-    model = BertForPreTraining(ModelConfig(64, 3, 2, max_position_embeddings=64), 1024)
+    model = PretrainingModel(ModelConfig("bert", 64, 3, 2, max_position_embeddings=64), 1024)
     batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 8)
     kept: list[weakref.ref] = []
     for layer in model.layers:
@@ -103,7 +103,7 @@ def test_gradient_checkpointing_gives_the_same_bits_and_keeps_no_insides_of_laye
 def test_a_compiled_run_is_the_plain_one_and_records_its_graphs_which_do_not_grow(
     prepared: Path, straight: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(BertForPreTraining.compile_layers, "__defaults__", ("eager",))
+    monkeypatch.setattr(PretrainingModel.compile_layers, "__defaults__", ("eager",))
     torch._dynamo.reset()
     settings = ("train.compile=true", "train.log_every=1", "train.eval_every=100")
     train_here(prepared, tmp_path, *settings)
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_model_shape_is_refused(
     config = load_config(Config, str(prepared / "config.yaml"), ["model.hidden_size=64"])
     with pytest.raises(UserError, match="another shape"):
         load_model(
-            newest_checkpoint(straight / "checkpoints"), BertForPreTraining(config.model, 1024)
+            newest_checkpoint(straight / "checkpoints"), PretrainingModel(config.model, 1024)
         )
 
 

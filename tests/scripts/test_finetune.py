@@ -23,7 +23,7 @@ from data_pipeline.sampling.token_store import Vocabulary
 from data_pipeline.vocabulary.training import write_tokenizer
 from pretrain.config import ModelConfig
 from pretrain.export import export
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -48,9 +48,7 @@ FILES = {  # task -> the files of its data set
 def write_export(vocab_dir: Path, pieces: int, out: Path, scale: float = 1.0, **sizes) -> Path:
     """Export a model with random weights; `scale` makes its matrices larger."""
     torch.manual_seed(0)
-    model = BertForPreTraining(
-        ModelConfig(**TINY | {"max_position_embeddings": 64} | sizes), pieces
-    )
+    model = PretrainingModel(ModelConfig(**TINY | {"max_position_embeddings": 64} | sizes), pieces)
     with torch.no_grad():
         for parameter in model.layers.parameters():
             if parameter.dim() == 2:

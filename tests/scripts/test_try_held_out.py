@@ -11,7 +11,7 @@ from helpers import ROOT, train_here
 from data_pipeline.common.errors import run_command
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import ModelConfig
-from pretrain.models.bert import BertForPreTraining
+from pretrain.models.bert import PretrainingModel
 
 sys.path.append(str(ROOT / "scripts"))
 import try_held_out  # noqa: E402
@@ -61,7 +61,7 @@ def test_shuffled_words_stay_whole(vocabulary, sentences) -> None:
 def test_a_model_without_positions_cannot_tell_the_order(vocabulary, sentences) -> None:
     torch.manual_seed(0)
     config = ModelConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    model = BertForPreTraining(config, len(vocabulary))
+    model = PretrainingModel(config, len(vocabulary))
     model.embeddings.position.weight.data.zero_()
     found = try_held_out.tell_order(model, sentences, vocabulary)
     assert abs(found - 0.5) < 5 * 0.5 / np.sqrt(len(sentences))

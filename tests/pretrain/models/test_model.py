@@ -2,7 +2,7 @@
 padding."""
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -15,8 +15,9 @@ from torch import nn
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
 from pretrain.config import ModelConfig
+from pretrain.families import hf_config
 from pretrain.models.attention import attend_padded
-from pretrain.models.bert import BertForPreTraining, hf_config, to_hf
+from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import TOKEN_MULTIPLE, attend_groups
 from pretrain.objectives import objectives_of
 
@@ -52,31 +53,33 @@ def batch(store) -> Batch:
     return batch
 
 
-def build(config: ModelConfig, vocab_size: int) -> BertForPreTraining:
+def build(config: ModelConfig, vocab_size: int) -> PretrainingModel:
     """A model whose every parameter counts: biases and norms as random as the rest."""
     torch.manual_seed(0)
-    model = BertForPreTraining(config, vocab_size)
+    model = PretrainingModel(config, vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
     return model
 
 
-def build_peer(model: BertForPreTraining, attention: str) -> nn.Module:
+def build_peer(model: PretrainingModel, attention: str) -> nn.Module:
     """transformers' model with the same weights."""
     from transformers import BertConfig
     from transformers import BertForPreTraining as Peer
 
-    settings = hf_config(model.config, len(model.mlm.bias))
+    settings = hf_config(asdict(model.config), len(model.mlm.bias), model.hf_class)
     peer = Peer(BertConfig(**settings, attn_implementation=attention))
     assert peer.config._attn_implementation == attention
     peer.tie_weights()
-    missing, unexpected = peer.load_state_dict(to_hf(model.state_dict()), strict=False)
+    missing, unexpected = peer.load_state_dict(
+        model.config.family.to_hf(model.state_dict()), strict=False
+    )
     assert set(missing) <= TIED and not unexpected
     return peer.train()
 
 
-def mean_loss(model: BertForPreTraining, batch: Batch) -> torch.Tensor:
+def mean_loss(model: PretrainingModel, batch: Batch) -> torch.Tensor:
     mlm, nsp = model(batch)[:, 0]
     return mlm / len(batch.masked_labels) + nsp / len(batch.next_sentence_label)
 
@@ -134,7 +137,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(
 
     loss.backward()
     out.loss.backward()
-    found = to_hf({name: p.grad for name, p in model.named_parameters()})
+    found = model.config.family.to_hf({name: p.grad for name, p in model.named_parameters()})
     wanted = {name: p.grad for name, p in peer.named_parameters()}
     assert found.keys() == wanted.keys()
     for name in wanted:
@@ -168,7 +171,7 @@ def test_the_padded_batch_holds_every_token_and_no_other(batch) -> None:
 
 def test_bert_base_has_as_many_parameters_as_the_published_one() -> None:
     with torch.device("meta"):
-        model = BertForPreTraining(ModelConfig(), 30522)
+        model = PretrainingModel(ModelConfig(), 30522)
 
     def count(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
@@ -182,7 +185,7 @@ def test_bert_base_has_as_many_parameters_as_the_published_one() -> None:
 def test_weights_start_normal_biases_at_zero_and_norms_at_one() -> None:
     torch.manual_seed(1)
     config = replace(TINY, hidden_size=128, initializer_range=0.02)
-    model = BertForPreTraining(config, 2048)
+    model = PretrainingModel(config, 2048)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             assert (p == 0).all(), name
@@ -200,7 +203,7 @@ def test_weights_start_normal_biases_at_zero_and_norms_at_one() -> None:
 
 def test_initializer_range_is_the_standard_deviation() -> None:
     torch.manual_seed(1)
-    model = BertForPreTraining(replace(TINY, initializer_range=0.1), 2048)
+    model = PretrainingModel(replace(TINY, initializer_range=0.1), 2048)
     assert abs(model.embeddings.word.weight[1:].std() - 0.1) < 0.002
     assert abs(model.layers[0].up.weight.std() - 0.1) < 0.005
 
@@ -339,7 +342,7 @@ def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr("pretrain.models.bert.attend", attend_padded)  # as on a GPU
+    monkeypatch.setattr("pretrain.models.layers.attend", attend_padded)  # as on a GPU
     monkeypatch.setattr("pretrain.models.bert.TOKEN_MULTIPLE", 1)
     torch._dynamo.reset()
     counters.clear()
@@ -361,7 +364,7 @@ def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
 
 def test_a_model_starts_at_the_frequencies_of_its_tokens(batch, vocabulary) -> None:
     counts = np.random.default_rng(0).integers(0, 1000, len(vocabulary))
-    model = BertForPreTraining(replace(TINY, initializer_range=0.02), len(vocabulary))
+    model = PretrainingModel(replace(TINY, initializer_range=0.02), len(vocabulary))
     model.start_at_frequencies(torch.from_numpy(counts))
     p = (counts + 0.1) / (counts + 0.1).sum()
     assert np.allclose(model.mlm.bias.detach().softmax(0), p, rtol=1e-4)
@@ -372,7 +375,7 @@ def test_a_model_starts_at_the_frequencies_of_its_tokens(batch, vocabulary) -> N
 
 def test_a_model_starts_at_word_vectors_of_the_length_of_random_ones(vocabulary) -> None:
     config = replace(TINY, initializer_range=0.02)
-    model = BertForPreTraining(config, len(vocabulary))
+    model = PretrainingModel(config, len(vocabulary))
     random = model.embeddings.word.weight.detach().clone()
     vectors = torch.randn(len(vocabulary), config.hidden_size)
     vectors[5] = 0  # nothing is known of it
@@ -387,7 +390,7 @@ def test_a_model_starts_at_word_vectors_of_the_length_of_random_ones(vocabulary)
 
 @pytest.mark.parametrize("pairs", ["nsp", "none"])
 def test_the_bag_of_words_is_what_cls_says_of_each_masked_token(store, vocabulary, pairs) -> None:
-    model = BertForPreTraining(TINY, len(vocabulary), objectives_of(pairs, 0.5)).eval()
+    model = PretrainingModel(TINY, len(vocabulary), objectives_of(pairs, 0.5)).eval()
     assert (model.pooler is None) == (pairs == "none")  # it brings no head
     bag = model.objectives[-1]
     assert (bag.name, bag.weight) == ("bag", 0.5)

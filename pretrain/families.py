@@ -1,0 +1,202 @@
+"""The families of models: what tells one from the others, in one row each, and how transformers
+calls its classes, tensors and settings.
+
+A family computes what transformers' classes of that `model_type` compute with the same weights.
+This needs no torch, so that a config is read fast.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data_pipeline.config import check, check_choice
+
+Tensors = TypeVar("Tensors")
+LAYER_NAMES = {  # after "layers.N." and the name of layer N
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "norm": "output.LayerNorm",
+}
+EMBEDDINGS = {  # after the name of the encoder
+    "embeddings.word.weight": "embeddings.word_embeddings.weight",
+    "embeddings.position.weight": "embeddings.position_embeddings.weight",
+    "embeddings.token_type.weight": "embeddings.token_type_embeddings.weight",
+    "embeddings.norm": "embeddings.LayerNorm",
+}
+SETTINGS = (  # fields of the section `model` that every config.json has under the same name
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "initializer_range",
+    "layer_norm_eps",
+    "pad_token_id",
+    "position_embedding_type",
+)
+WRITTEN = (  # what else an export writes into config.json, or a newer transformers into its own
+    *("architectures", "model_type", "vocab_size", "tie_word_embeddings", "torch_dtype", "dtype"),
+    *("transformers_version", "_name_or_path"),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of `FAMILIES`.
+
+    A name of a tensor is looked up whole, then without its last part, as in `mlm.dense.weight`.
+    """
+
+    title: str
+    prefix: str
+    """How the names of transformers' classes begin."""
+    encoder: str
+    """How transformers' names of the encoder's tensors begin."""
+    masked_lm: str
+    """transformers' class with the MLM head alone."""
+    names: Mapping[str, str]
+    """Our parameter or module -> transformers', without the encoder's embeddings and layers."""
+    pairs: str | None = None
+    """transformers' class with the pair head too; None: the family has no pair head."""
+    pair_scores: tuple[str, str] = ("", "")
+    """A class of transformers with the pair head, and the name of that head's scores there."""
+    layer: str = "encoder.layer.{}"
+    """transformers' name of layer N, after that of the encoder."""
+    layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+    settings: tuple[str, ...] = SETTINGS
+    """Fields of the section `model` that its config.json has."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the section `model` whose default is another than BERT's."""
+    counts_from_pad: bool = False
+    """Whether the first position is pad_token_id + 1, and not 0."""
+
+    def first_position(self, pad_token_id: int) -> int:
+        """Row of the position embeddings that the first token of a sequence has."""
+        return pad_token_id + 1 if self.counts_from_pad else 0
+
+    def hf_name(self, name: str) -> str:
+        """Translate the name of a parameter into transformers'."""
+        for ours, theirs in ((EMBEDDINGS, self.encoder), (self.names, "")):
+            if name in ours:
+                return theirs + ours[name]
+            stem, _, kind = name.rpartition(".")
+            if stem in ours:
+                return f"{theirs}{ours[stem]}.{kind}"
+        _, number, stem = stem.split(".", 2)
+        return f"{self.encoder}{self.layer.format(number)}.{self.layer_names[stem]}.{kind}"
+
+    def to_hf(self, state: Mapping[str, Tensors]) -> dict[str, Tensors]:
+        """Rename weights to transformers' names, without the decoder, which is tied on loading."""
+        return {self.hf_name(name): tensor for name, tensor in state.items()}
+
+    def from_hf(self, weights: Mapping[str, Tensors], names: Iterable[str]) -> dict[str, Tensors]:
+        """Select the parameters `names` of our model from weights under transformers' names."""
+        return {name: weights[self.hf_name(name)] for name in names}
+
+
+FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
+    "bert": Family(
+        title="BERT",
+        prefix="Bert",
+        encoder="bert.",
+        masked_lm="BertForMaskedLM",
+        pairs="BertForPreTraining",
+        pair_scores=("BertForNextSentencePrediction", "logits"),
+        names={
+            "pooler": "bert.pooler.dense",
+            "mlm.dense": "cls.predictions.transform.dense",
+            "mlm.norm": "cls.predictions.transform.LayerNorm",
+            "mlm.bias": "cls.predictions.bias",
+            "nsp": "cls.seq_relationship",
+        },
+    ),
+    "roberta": Family(  # Liu et al. 2019, arXiv:1907.11692
+        title="RoBERTa",
+        prefix="Roberta",
+        encoder="roberta.",
+        masked_lm="RobertaForMaskedLM",
+        names={
+            "mlm.dense": "lm_head.dense",
+            "mlm.norm": "lm_head.layer_norm",
+            "mlm.bias": "lm_head.bias",
+        },
+        defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},  # of roberta-base
+        counts_from_pad=True,
+    ),
+}
+
+
+def hf_config(
+    model: Mapping[str, Any], vocab_size: int, hf_class: str, dtype: str = "float32"
+) -> dict:
+    """Build the `config.json` of a model, with the names of transformers' config.
+
+    model: the section `model` of a config, as a dict. hf_class: transformers' class.
+    Writes the dtype as `torch_dtype`, the older name, which all versions of transformers read.
+    """
+    family = FAMILIES[model["architecture"]]
+    found = dict(model["extra"]) | {name: model[name] for name in family.settings}
+    found["max_position_embeddings"] += family.first_position(model["pad_token_id"])
+    return found | {
+        "intermediate_size": model["intermediate_size"] or 4 * model["hidden_size"],
+        "architectures": [hf_class],
+        "model_type": model["architecture"],
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+        "torch_dtype": dtype,
+    }
+
+
+def longest_sequence(settings: Mapping[str, Any]) -> int:
+    """Read from a `config.json` how many tokens the model takes."""
+    family = FAMILIES.get(settings.get("model_type"), FAMILIES["bert"])
+    return settings["max_position_embeddings"] - family.first_position(settings["pad_token_id"])
+
+
+def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Translate a `config.json` into fields of the section `model`; the mirror of `hf_config`.
+
+    What it says beside those of its family becomes `extra`.
+    path: of the file, for errors. Raises `UserError` for what no family here computes.
+    """
+    kind = settings.get("model_type", "bert")
+    check_choice(f"{path}: model_type", kind, tuple(FAMILIES))
+    family = FAMILIES[kind]
+    check_computable(settings, path)
+    found = {name: settings[name] for name in family.settings if name in settings}
+    extra = settings.keys() - {*family.settings, *WRITTEN}
+    found |= {"architecture": kind, "extra": {name: settings[name] for name in sorted(extra)}}
+    if "max_position_embeddings" in found:
+        found["max_position_embeddings"] -= family.first_position(found.get("pad_token_id", 0))
+    return found
+
+
+def check_computable(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` if a config.json asks for what no family here computes."""
+    check(
+        not settings.get("is_decoder"),
+        f"{path}: is_decoder is true, which makes attention causal; models here read both "
+        "sides, so give one without it",
+    )
+    positions = settings.get("position_embedding_type", "absolute")
+    check(
+        positions == "absolute",
+        f"{path}: position_embedding_type is {positions}, and only absolute is computed here; "
+        "transformers 5 dropped the others, and loads such a folder without its distance "
+        "embeddings and without a word about it",
+    )
+    check(
+        settings.get("tie_word_embeddings", True),
+        f"{path}: tie_word_embeddings is false, and the decoder is the matrix of word embeddings "
+        "here; give a model whose decoder is tied",
+    )

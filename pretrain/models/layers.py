@@ -1,0 +1,99 @@
+"""The parts that all families are made of: embeddings, attention, encoder layer and MLM head.
+
+Sequences are packed end to end, so linear layers compute on no padding (except a little on a CPU,
+see `TOKEN_MULTIPLE`), and the MLM head sees the masked positions only.
+
+Shapes: T tokens in total, M masked positions, D hidden size, E embedding size, H heads, V
+vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_pipeline.sampling.batches import Batch
+from pretrain.config import ModelConfig
+from pretrain.models.attention import attend
+from pretrain.models.cpu import Dropout
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class Embeddings(nn.Module):
+    """Sum of word, token-type and position embeddings, normalised: a batch -> (T, E)."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__()
+        size, self.first = config.embedding_width, config.first_position
+        self.word = nn.Embedding(vocab_size, size, padding_idx=config.pad_token_id)
+        self.position = nn.Embedding(self.first + config.max_position_embeddings, size)
+        self.token_type = nn.Embedding(config.type_vocab_size, size)
+        self.norm = nn.LayerNorm(size, config.layer_norm_eps)
+        self.dropout = Dropout(config.hidden_dropout_prob)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = self.word(batch.input_ids) + self.token_type(batch.token_type_ids)
+        return self.dropout(self.norm(x + self.position(batch.position_ids + self.first)))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention within each sequence: (T, D) -> (T, D)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.dropout = config.attention_probs_dropout_prob
+        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
+        self.out = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        # one product, but three parameters, since Muon orthogonalises each matrix
+        three = (self.query, self.key, self.value)
+        weight, bias = torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])
+        qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, D/H)
+        x = attend(qkv, batch, self.dropout if self.training else 0.0)
+        return self.out(x.flatten(1))  # (T, D)
+
+
+class Layer(nn.Module):
+    """One encoder layer, with LayerNorm after each residual: (T, D) -> (T, D)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.layer_norm_eps
+        inner = config.intermediate_size or 4 * size
+        self.attention = Attention(config)
+        self.attention_norm = nn.LayerNorm(size, eps)
+        self.up = nn.Linear(size, inner)
+        self.down = nn.Linear(inner, size)
+        self.norm = nn.LayerNorm(size, eps)
+        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, batch)))
+        return self.norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # (T, D)
+
+
+class MaskedLMHead(nn.Module):
+    """Transform the hidden states of masked positions for the decoder: (M, D) -> (M, E).
+
+    The decoder is the word-embedding matrix, with `bias` added.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.embedding_width)
+        self.norm = nn.LayerNorm(config.embedding_width, config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))  # (M, E)

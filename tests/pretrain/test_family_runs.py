@@ -1,0 +1,102 @@
+"""Each family trains, resumes, is divided among processes and exported as BERT is; what reads an
+export takes it."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import NO_DROPOUT, ROOT, assert_same_run, metrics, newest, run, train_here
+from tokenizers import Tokenizer
+
+sys.path.append(str(ROOT / "scripts"))
+
+import embed  # noqa: E402
+import minimal_pairs  # noqa: E402
+from fill_mask import fill_mask  # noqa: E402
+
+from data_pipeline.build.probes import read_pairs  # noqa: E402
+from pretrain.export import load_export  # noqa: E402
+from pretrain.models.bert import PretrainingModel  # noqa: E402
+
+FAMILIES = {
+    "roberta": ("model.architecture=roberta", "data.objective=none"),
+}
+LEARNS = (  # 0.27 nats below the unigram entropy in five seconds of a core
+    *("train.max_steps=150", "train.save_every=75", "train.eval_every=150", "train.log_every=25"),
+    *("train.optimizer=muon", "train.learning_rate=1e-2", *NO_DROPOUT),
+    *("train.global_batch_size=32", "train.micro_batch_size=32"),
+    *("data.max_seq_length=32", "data.masked_lm_prob=0.3"),
+)
+SHARDS = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def settings(request) -> tuple[str, ...]:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def trained(settings, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of 150 steps; not to be written to."""
+    run_dir = tmp_path_factory.mktemp("family")
+    train_here(prepared, run_dir, *settings, *LEARNS)
+    return run_dir
+
+
+def test_a_run_learns_more_than_frequencies(trained: Path) -> None:
+    last = metrics(trained)[-1]
+    assert last["eval/mlm_loss"] < last["eval/unigram_entropy"] - 0.1
+
+
+def test_a_run_goes_on_to_the_same_bits_even_with_gradient_checkpointing(
+    settings, prepared: Path, trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000150")
+    train_here(prepared, tmp_path, *settings, *LEARNS, "train.gradient_checkpointing=true")
+    assert_same_run(tmp_path, trained)
+
+
+def assert_near(a: Path, b: Path) -> None:
+    """Losses of a whole run within 1e-5, weights within 1e-4: sums in another order."""
+    for one, two in zip(metrics(a), metrics(b), strict=True):
+        assert one.keys() == two.keys()
+        assert all(abs(one[name] - two[name]) < 1e-5 * max(1, abs(one[name])) for name in one)
+    first, second = newest(a), newest(b)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_two_processes_and_a_compiled_run_are_one_process(
+    settings, prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Two under DDP, which reduces the gradients of shared layers once, and two in shards."""
+    train_here(prepared, tmp_path / "one", *settings, "train.micro_batch_size=4")
+    for name, env in (("ddp", {}), ("shards", SHARDS)):
+        options = (*settings, "train.micro_batch_size=4")
+        done = run(prepared, tmp_path / name, *options, processes=2, **env)
+        assert done.returncode == 0, done.stderr
+        assert_near(tmp_path / "one", tmp_path / name)
+    monkeypatch.setattr(PretrainingModel.compile_layers, "__defaults__", ("aot_eager",))
+    torch._dynamo.reset()
+    options = (*settings, "train.micro_batch_size=4", "train.compile=true")
+    train_here(prepared, tmp_path / "compiled", *options)
+    assert_near(tmp_path / "one", tmp_path / "compiled")
+
+
+def test_the_export_serves_whatever_reads_one(trained: Path, tmp_path: Path) -> None:
+    export = trained / "export"
+    card = (export / "README.md").read_text()
+    assert "Checked at export: transformers loads every key" in card
+    tokenizer = Tokenizer.from_file(str(export / "tokenizer.json"))
+    (found,) = fill_mask(load_export(export), tokenizer, "The name of the [MASK] is a string.")
+    assert len(found) == 5 and 0 < sum(p for _, p in found) <= 1
+    vectors = embed.embed(export, ["A class.", "the value of an attribute " * 40], "mean")
+    assert vectors.shape == (2, 32) and np.isfinite(vectors).all()
+    (tmp_path / "pairs.tsv").write_text("The names are resolved.\tThe names is resolved.\n")
+    pairs = read_pairs([str(tmp_path / "pairs.tsv")], None)
+    assert minimal_pairs.measure(export, pairs, False, None)["accuracy"]["mean"] in (0, 1)
