@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from data_pipeline.common.errors import UserError, red
 from data_pipeline.common.folders import claim_folder, install_files, write_file
-from data_pipeline.common.system import die_with_parent
+from data_pipeline.common.signals import die_with_launcher
 from data_pipeline.config import PROBES_FILE, check
 from data_pipeline.sampling.batches import BatchSource, count_passes
 from data_pipeline.sampling.token_store import (
@@ -148,8 +148,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
             "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "
             "CONFIG, or torchrun"
         )
-    if launched:
-        die_with_parent(os.getppid())
+    die_with_launcher()
     cuda = torch.cuda.is_available()
     if not cuda:
         configure_cpu()
@@ -284,21 +283,21 @@ def is_run(run_dir: Path) -> bool:
 def lock_run(run_dir: Path, accelerator: Accelerator):
     """Create and lock the run folder, so that two jobs cannot overwrite each other's files.
 
-    Returns the open lock file. Raises `UserError` if the folder is in use, or holds the user's own
-    files under names that a run writes.
+    Waits for a job that a signal is stopping. Returns the open lock file. Raises `UserError` if the
+    folder is in use, or holds the user's own files under names that a run writes.
     """
     if not accelerator.is_main_process:
-        return open(os.devnull)
+        return open(os.devnull, "w")
     claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
     lock = open(run_dir / "lock", "a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        raise UserError(
-            f"{run_dir} is in use by {lock.read().strip() or 'another process'}; stop it or choose "
-            "another run_dir"
-        ) from None
+        holder, *stopping = lock.read().splitlines() or ["another process"]
+        check(stopping, f"{run_dir} is in use by {holder}; stop it or choose another run_dir")
+        print(f"waiting for {holder}, which a signal is stopping", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     lock.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
     return lock

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import NoReturn
@@ -55,7 +56,9 @@ def train(config: Config) -> None:
     after a signal that `catch_signals` has caught, with a checkpoint of the step it came in.
     """
     run = set_up(config)
-    hold_signals()  # from here on there is a step to finish and to save
+    # from here on, on all ranks, a signal has a step to finish, for which the next start waits
+    run.accelerator.wait_for_everyone()
+    hold_signals(partial(print, "stopping", file=run.lock, flush=True))
     record = Record(run)
     if run.state.pop("evaluation_due", False):
         evaluate_run(run, record, run.state["step"])

@@ -1,6 +1,7 @@
 """A small real corpus, prepared once: the reference topics that every Python carries, as prose."""
 
 import gc
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from data_pipeline.corpus.python_docs import TOPICS, read_module
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 
 torch.set_num_threads(1)
+# a shell ignores it in the background, and every command that a test starts would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CONFIG = """
 run_dir: {root}/run

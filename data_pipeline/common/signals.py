@@ -1,4 +1,4 @@
-"""Stop on a signal: at once, or where the work has nothing to lose.
+"""Stop on a signal or with the launcher: at once, or where the work has nothing to lose.
 
 Handlers run in the main thread, between two instructions of Python. What they know is global, as
 the handlers of a process are.
@@ -6,14 +6,17 @@ the handlers of a process are.
 
 import os
 import signal
+from collections.abc import Callable
 from signal import Signals
 
 from data_pipeline.common.errors import Stopped
+from data_pipeline.common.system import die_with_parent
 
+LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")  # torchrun or accelerate launch sets them
 CAUGHT = (Signals.SIGTERM, Signals.SIGINT, Signals.SIGUSR1)
 
 received: Signals | None = None
-is_held = False
+on_hold: Callable[[], None] | None = None  # if signals are held: called at the first
 
 
 def catch_signals(advice: str) -> None:
@@ -30,7 +33,9 @@ def catch_signals(advice: str) -> None:
         if number == Signals.SIGINT:
             signal.signal(number, signal.SIG_DFL)
         is_first, received = received is None, received or Signals(number)
-        if is_first and not is_held:
+        if is_first and on_hold:
+            on_hold()
+        elif is_first:
             is_main = os.environ.get("RANK", "0") == "0"
             raise Stopped(f"stopped on {received.name}; {advice}" if is_main else "")
 
@@ -39,12 +44,22 @@ def catch_signals(advice: str) -> None:
             signal.signal(number, note)
 
 
-def hold_signals() -> None:
-    """Only note signals from now on; `received_signal` tells of them."""
-    global is_held
-    is_held = True
+def hold_signals(announce: Callable[[], None]) -> None:
+    """Only call `announce` at the first signal from now on; `received_signal` tells of it."""
+    global on_hold
+    on_hold = announce
 
 
 def received_signal() -> Signals | None:
     """Return the first signal that this process has caught, or None."""
     return received
+
+
+def die_with_launcher() -> None:
+    """Have this process get SIGTERM when the launcher that started it ends; Linux only.
+
+    A launcher that is killed leaves its processes behind, and so does `accelerate launch` of one
+    process at any signal.
+    """
+    if any(name in os.environ for name in LAUNCHED):
+        die_with_parent(os.getppid(), Signals.SIGTERM)

@@ -1,13 +1,23 @@
 """A signal ends a run in time: all ranks at one step, with a checkpoint and exit code 75, and the
 same command goes on to the same end."""
 
+import fcntl
+import os
 import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
-from helpers import assert_same_run, command, fork, newest, run, train_here
+from helpers import CPU_2, ROOT, assert_same_run, command, fork, newest, run, train_here
 
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
+from pretrain.run_setup import lock_run
 
 SEND = """
 import os, runpy
@@ -104,3 +114,80 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once(
         "stopped on SIGTERM; no step of this start is done; start the same command again\n"
     )
     assert not (tmp_path / "checkpoints").exists()
+
+
+# ------------------------------------------------------------------------------ launchers
+
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere no process is told of the end of its parent"
+)
+ONE = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", sys.executable]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+
+
+def end_launcher(
+    launcher: list[str], number: signal.Signals, prepared: Path, run_dir: Path, **env: str
+) -> str:
+    """Send a signal to the launcher of a long run; what its trainers say until they end."""
+    options = ("train.max_steps=100000", "train.micro_batch_size=8", "train.save_every=100000")
+    log = run_dir.with_suffix(".log")
+    with open(log, "w") as stderr:
+        process = psutil.Popen(
+            [*launcher, *command(prepared, run_dir, *options)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+    wait_for(lambda: "train/loss" in read(run_dir / "metrics.jsonl") or process.poll())
+    trainers = process.children()
+    process.send_signal(number)
+    process.wait()
+    _, alive = psutil.wait_procs(trainers, timeout=60)
+    for trainer in alive:
+        trainer.kill()
+    assert trainers and not alive
+    return read(log)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+
+
+@on_linux
+def test_a_trainer_whose_launcher_is_killed_saves_and_ends(prepared: Path, tmp_path: Path) -> None:
+    env = {"ACCELERATE_MIXED_PRECISION": "no"}  # as accelerate launch sets for one process
+    said = end_launcher(ONE, signal.SIGKILL, prepared, tmp_path / "run", **env)
+    (saved,) = checkpoints(tmp_path / "run")
+    step = int(saved.removeprefix("step-"))
+    assert f"stopped at step {step:,} on SIGTERM; the checkpoint is" in said.splitlines()[-1]
+
+
+@on_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "KILL"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_trainer_outlives_a_launcher(
+    prepared: Path, tmp_path: Path, processes: int, name: str
+) -> None:
+    """accelerate launch; torchrun is what it starts several processes by."""
+    file = CPU_2 if processes == 2 else ROOT / "configs/accelerate/gpu_1.yaml"
+    number = signal.Signals[f"SIG{name}"]
+    said = end_launcher([*ACCELERATE, str(file)], number, prepared, tmp_path / "run")
+    assert said.count("stopped at step") == 1
+    assert len(checkpoints(tmp_path / "run")) == 1
+
+
+def test_a_start_waits_for_a_run_that_a_signal_is_stopping(tmp_path: Path, capsys) -> None:
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("process 7 on here\nstopping", file=lock, flush=True)
+        threading.Timer(0.2, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        lock_run(tmp_path, SimpleNamespace(is_main_process=True)).close()
+    assert "waiting for process 7 on here, which a signal is stopping" in capsys.readouterr().out
