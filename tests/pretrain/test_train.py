@@ -197,34 +197,69 @@ def test_a_missing_or_short_file_makes_a_checkpoint_unsound(
     assert newest_checkpoint(tmp_path) is None
 
 
+# Runs two tasks and returns the highest exit code, as srun does. Where $TIME_IS_UP names a file, it
+# signals them once that is there, as the option --signal of sbatch does.
 FAKE_SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
-for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" & done
-wait -n && wait -n
+for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@" & done
+while [ -n "$TIME_IS_UP" ] && [ ! -e "$TIME_IS_UP" ]; do sleep 0.1; done
+[ -z "$TIME_IS_UP" ] || kill -USR1 $(jobs -p)
+highest=0
+for task in $(jobs -p); do
+    wait "$task"
+    code=$?
+    (( code > highest )) && highest=$code
+done
+exit $highest
+"""
+FAKE_SCONTROL = """#!/bin/bash
+if [ "$1" = requeue ]; then echo "requeued $2"; else echo localhost; fi
 """
 
 
-def test_the_slurm_script_trains_on_two_machines(prepared: Path, tmp_path: Path) -> None:
-    """Both of them this one, a process each."""
-    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/bash\necho localhost\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+def submit(prepared: Path, folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess:
+    """Run the SLURM script on two machines, both of them this one, with a process each."""
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     slurm = {"SUBMIT_DIR": ROOT, "JOB_NODELIST": "here[1-2]", "JOB_ID": os.getpid()}
-    slurm |= {"JOB_NUM_NODES": 2, "GPUS_ON_NODE": 1}
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "scripts/pretrain.slurm", *command(prepared, tmp_path / "run")[2:], *TWO_STEPS],
+    slurm |= {"LOCALID": 0, "NTASKS": 2}
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "scripts/pretrain.slurm", *command(prepared, folder / "run", *options)[2:]],
         cwd=ROOT,
         env=os.environ
         | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
-        | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        | {"PATH": path, "OMP_NUM_THREADS": "1"}
+        | env,
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def test_the_slurm_script_trains_on_two_machines(prepared: Path, tmp_path: Path) -> None:
+    done = submit(prepared, tmp_path, *TWO_STEPS)
     assert done.returncode == 0, done.stderr
-    assert "2 x cpu" in done.stdout
+    assert "2 x cpu" in done.stdout and "requeued" not in done.stdout
     assert (tmp_path / "run/checkpoints/step-00000002").exists()
+
+
+def test_the_slurm_script_saves_and_requeues_before_its_time_is_up(
+    prepared: Path, tmp_path: Path
+) -> None:
+    options = ("train.max_steps=100000", "train.micro_batch_size=8", "train.save_every=100000")
+    done = submit(prepared, tmp_path, *options, TIME_IS_UP=str(tmp_path / "run/metrics.jsonl"))
+    assert done.returncode == 75, done.stderr
+    assert "on SIGUSR1; the checkpoint is" in done.stderr
+    assert done.stdout.splitlines()[-1] == f"requeued {os.getpid()}"
+    assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1
+
+
+def test_a_mistake_does_not_requeue_a_slurm_job(prepared: Path, tmp_path: Path) -> None:
+    done = submit(prepared, tmp_path, "train.max_stepz=2")
+    assert done.returncode == 2
+    assert "did you mean" in done.stderr and "requeued" not in done.stdout
 
 
 # ------------------------------------------------------------------------------ refusals
