@@ -2,9 +2,9 @@
 
 `checkpoints/step-00001000/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and,
 written last, `manifest.json` with the sha256 of the others. A checkpoint is written to a
-temporary folder, synced and renamed. One that does not match its manifest is renamed to `.corrupt`,
-and the checkpoint before it is used. It holds no pickle, and no generator state, since all random
-numbers are a function of the step.
+temporary folder, synced and renamed. A run renames one that does not match its manifest to
+`.corrupt`, and uses the checkpoint before it. It holds no pickle, and no generator state, since all
+random numbers are a function of the step.
 """
 
 import json
@@ -31,9 +31,11 @@ def save_checkpoint(
     optimizers: list[torch.optim.Optimizer],
     state: dict,
     keep: int,
+    keep_every: int | None = None,
     writes: bool = True,
 ) -> Path:
-    """Write `folder/step-N` for `state["step"]` = N, then remove all but the newest `keep`.
+    """Write `folder/step-N` for `state["step"]` = N, then remove all but the newest `keep`, and
+    those of every `keep_every`th step.
 
     A collective call, since tensors may be sharded; only the process with `writes` writes.
     Raises `UserError` if writing fails, as on a full disk; earlier checkpoints stay.
@@ -69,7 +71,8 @@ def save_checkpoint(
     temporary.rename(final)
     sync(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        if not keep_every or int(NAME.fullmatch(old.name)[1]) % keep_every:
+            shutil.rmtree(old)
     return final
 
 
@@ -101,33 +104,81 @@ def sync(path: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoint folders, oldest first; other files and links are ignored."""
-    return sorted(p for p in folder.glob("step-*") if NAME.fullmatch(p.name) and not p.is_symlink())
+    """List the checkpoint folders, oldest first; other files and links are ignored.
+
+    Raises OSError if `folder` cannot be read, in which there may be some.
+    """
+    paths = folder.iterdir() if folder.exists() else ()
+    return sorted(p for p in paths if NAME.fullmatch(p.name) and not p.is_symlink())
+
+
+def list_others(folder: Path) -> list[Path]:
+    """List what once was a checkpoint, such as a damaged one, or stands for one, such as a link."""
+    known = list_checkpoints(folder)
+    return [p for p in sorted(folder.glob("step-*")) if p not in known and p.suffix != ".tmp"]
 
 
 def find_fault(checkpoint: Path) -> str | None:
-    """Check a checkpoint against its manifest; returns the fault, or None."""
+    """Check a checkpoint against its manifest; returns the fault, or None.
+
+    Raises `UserError` if a file is there and cannot be read, which tells nothing about it.
+    """
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest = json.loads((checkpoint / "manifest.json").read_bytes())
         for name in FILES:
             if hash_file(checkpoint / name) != manifest[name]:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__} {error}"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or checkpoint} cannot be read: {error.strerror}; nothing was "
+            "changed, so run the same command again when it can be"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        return "manifest.json is not what was written"
     return None
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Find the newest intact checkpoint, or None; damaged ones are renamed, with a warning."""
+def find_sound(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Find the newest intact checkpoint, or None, and the faults of those after it."""
+    faults: dict[Path, str] = {}
     for checkpoint in reversed(list_checkpoints(folder)):
         fault = find_fault(checkpoint)
         if fault is None:
-            return checkpoint
+            return checkpoint, faults
+        faults[checkpoint] = fault
+    return None, faults
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Find the newest intact checkpoint, or None; warns of damaged ones, and changes nothing."""
+    found, faults = find_sound(folder)
+    for checkpoint, fault in faults.items():
+        print(f"warning: {checkpoint} is damaged ({fault})")
+    return found
+
+
+def resume_checkpoint(folder: Path) -> Path | None:
+    """Find the checkpoint that a run goes on from, or None in a new run.
+
+    Damaged ones after it are renamed, with a warning. Raises `UserError` if all of them are
+    damaged, and renames none, so that no run goes back to step 0 by itself.
+    """
+    found, faults = find_sound(folder)
+    listed = [f"{checkpoint.name} ({fault})" for checkpoint, fault in faults.items()]
+    listed += [path.name for path in list_others(folder)]
+    if found is None and listed:
+        raise UserError(
+            f"no checkpoint in {folder} is sound: {', '.join(listed)}; put a sound copy of one "
+            "back, or set train.restart=true to start at step 0, which moves them to another folder"
+        )
+    for checkpoint, fault in faults.items():
         aside = checkpoint.with_name(checkpoint.name + ".corrupt")
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
         print(f"warning: {checkpoint} is damaged ({fault}); set aside as {aside.name}")
-    return None
+    return found
 
 
 def to_json(value, indent: int | None = None) -> str:

@@ -171,6 +171,11 @@ class TrainConfig:
     """Updates between checkpoints; the last step always saves."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
+    keep_every: int | None = None
+    """Updates between checkpoints that are kept for good, a multiple of save_every; null: none."""
+    restart: bool = False
+    """Start at step 0 although the run has checkpoints, sound or not; they move to `before-1` in
+    run_dir, with the record. The same command, given again, goes on with the new run."""
     timeout_s: int = 600
     """Seconds that a process waits for the others before it fails."""
 
@@ -180,6 +185,12 @@ class TrainConfig:
         counts = "max_steps global_batch_size micro_batch_size log_every eval_every eval_examples"
         for name in (counts + " save_every keep_checkpoints timeout_s").split():
             check(getattr(self, name) >= 1, f"train.{name} {getattr(self, name)} is below 1")
+        kept = self.keep_every
+        check(
+            kept is None or (kept >= 1 and kept % self.save_every == 0),
+            f"train.keep_every {kept} is not a multiple of train.save_every {self.save_every}, at "
+            "which checkpoints are written; give one, or null",
+        )
         check(0 < self.learning_rate < inf, "train.learning_rate is not a number above 0")
         check(
             0 <= self.bag_of_words_weight < inf,

@@ -91,6 +91,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     kept = (values for one in optimizers for values in one.state.values())
     optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
     saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
+    held = train.keep_checkpoints + (train.max_steps // train.keep_every if train.keep_every else 0)
     here = total / speed + train.max_steps * update_s
     if assumed and assumed.preparation:
         rows["preparation"] = describe_preparation(assumed.preparation)
@@ -98,8 +99,8 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         "operations": f"{total:.3g} FLOPs",
         "memory of a device": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
         f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
-        "disk": f"{mb(saved)} a checkpoint, {mb((train.keep_checkpoints + 1) * saved)} for those "
-        "that are kept and one in work",
+        "disk": f"{mb(saved)} a checkpoint, {mb((held + 1) * saved)} for those that are kept and "
+        "one in work",
         "time here": f"{duration(here)} in one process, tried at {speed / 1e12:.3g} TFLOPS on "
         f"{accelerator.device.type}",
     }

@@ -8,8 +8,10 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -35,7 +37,15 @@ from data_pipeline.sampling.token_store import (
     held_out_shortfall,
     read_vocabulary,
 )
-from pretrain.checkpoint import load_model, load_optimizers, newest_checkpoint, read_state
+from pretrain.checkpoint import (
+    find_sound,
+    list_checkpoints,
+    list_others,
+    load_model,
+    load_optimizers,
+    read_state,
+    resume_checkpoint,
+)
 from pretrain.config import Config, Phase, TrainConfig, phases_of
 from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut, sample_counts
@@ -104,9 +114,7 @@ def set_up(config: Config) -> Run:
     fingerprint = fingerprint_run(config, store, accelerator)
     check_ranks_agree(config, fingerprint, accelerator)
     lock = lock_run(run_dir, accelerator)
-    checkpoint, state = load_resume_state(
-        run_dir, fingerprint, settings.micro_batch_size, settings.extend, accelerator
-    )
+    checkpoint, state = load_resume_state(run_dir, fingerprint, settings, accelerator)
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # empty in a new run
         source.recall_sizes(sizes)
 
@@ -304,28 +312,65 @@ def lock_run(run_dir: Path, accelerator: Accelerator):
 
 
 def load_resume_state(
-    run_dir: Path, fingerprint: dict, micro_batch_size: int, extend: bool, accelerator: Accelerator
+    run_dir: Path, fingerprint: dict, settings: TrainConfig, accelerator: Accelerator
 ) -> tuple[Path | None, dict]:
     """Find the checkpoint to resume from and read its state (a collective call).
 
     Returns (checkpoint or None, state), the same on all ranks. Raises `UserError` if the run has a
-    different fingerprint.
+    different fingerprint, or checkpoints that are all damaged.
     """
-    found = [newest_checkpoint(run_dir / "checkpoints") if accelerator.is_main_process else None]
-    broadcast_object_list(found)
+    checkpoint = on_main(lambda: find_start(run_dir, fingerprint, settings.restart), accelerator)
     state = {"step": 0, "running_sums": [], "evaluation": {}, "part_sizes": []}
-    if found[0] is not None:
-        state = read_state(found[0])
+    if checkpoint is not None:
+        state = read_state(checkpoint)
         saved = read_fingerprint(state)
-        for line in check_fingerprint(saved, fingerprint, state["step"], run_dir, extend):
+        for line in check_fingerprint(saved, fingerprint, state["step"], run_dir, settings.extend):
             accelerator.print(line)
-        if state.get("micro_batch_size", micro_batch_size) != micro_batch_size:
+        was, now = state.get("micro_batch_size"), settings.micro_batch_size
+        if was not in (None, now):
             accelerator.print(
-                f"train.micro_batch_size was {state['micro_batch_size']}, is {micro_batch_size}: "
-                "the same gradients, but for dropout, which is drawn per pass"
+                f"train.micro_batch_size was {was}, is {now}: the same gradients, but for dropout, "
+                "which is drawn per pass"
             )
     state.pop("contract", None)
-    return found[0], state | {"fingerprint": fingerprint, "micro_batch_size": micro_batch_size}
+    state |= {"fingerprint": fingerprint, "micro_batch_size": settings.micro_batch_size}
+    return checkpoint, state | {"restarted": settings.restart}
+
+
+def on_main(function: Callable[[], object], accelerator: Accelerator) -> object:
+    """Call a function on the main process only, and return its result on all ranks (a collective
+    call); a `UserError` in it stops them all."""
+    shared = [None, None]
+    if accelerator.is_main_process:
+        try:
+            shared[0] = function()
+        except UserError as error:
+            shared[1] = str(error)
+    broadcast_object_list(shared)
+    if shared[1] is not None:
+        stop_all(shared[1], accelerator)
+    return shared[0]
+
+
+def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
+    """Find the checkpoint that a run goes on from; None starts it at step 0.
+
+    restart: move the run to `before-N` in its folder, unless a restart of this fingerprint began
+    it, so that the same command goes on with what it began.
+    Raises `UserError` if there are checkpoints and all of them are damaged.
+    """
+    folder = run_dir / "checkpoints"
+    if restart and list_checkpoints(folder) + list_others(folder):
+        checkpoint, _ = find_sound(folder)
+        state = read_state(checkpoint) if checkpoint else {}
+        if not (state.get("restarted") and state["fingerprint"] == fingerprint):
+            before = next(path for i in count(1) if not (path := run_dir / f"before-{i}").exists())
+            before.mkdir()
+            for name in (*RUN_FILES, "wandb_id.txt"):
+                if (run_dir / name).exists():
+                    (run_dir / name).rename(before / name)
+            print(f"train.restart: the run so far is in {before}, and a new one starts at step 0")
+    return resume_checkpoint(folder)
 
 
 def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:

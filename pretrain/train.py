@@ -191,8 +191,9 @@ def save_run(run: Run, record: Record, done: int) -> Path:
     run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
     run.state["monitor"] = record.monitor.state
     with record.clock.paused():
-        folder, keep = run.run_dir / "checkpoints", run.config.train.keep_checkpoints
-        saved = save_checkpoint(folder, run.bare, run.optimizers, run.state, keep, run.main)
+        kept = run.config.train.keep_checkpoints, run.config.train.keep_every
+        folder = run.run_dir / "checkpoints"
+        saved = save_checkpoint(folder, run.bare, run.optimizers, run.state, *kept, run.main)
         run.accelerator.wait_for_everyone()
     return saved
 

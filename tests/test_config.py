@@ -161,6 +161,8 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
         ("vocab=3", "command line: vocab is not a section"),
         ("corpus.files=[a", "corpus.files"),
         ("vocab.size=${absent}", "vocab.size"),
+        ("train.keep_every=0", "train.keep_every 0 is not a multiple of train.save_every 1000"),
+        ("train.keep_every=1500", "train.keep_every 1500 is not a multiple"),
     ],
 )
 def test_a_value_out_of_range_is_named(tmp_path: Path, override: str, message: str):

@@ -144,6 +144,7 @@ def test_another_vocabulary_text_or_precision_is_refused(name: str) -> None:
 FREE = {  # change neither data nor mathematics
     *("extra", "extend", "compile", "gradient_checkpointing", "micro_batch_size"),
     *("log_every", "eval_every", "eval_examples", "save_every", "keep_checkpoints", "timeout_s"),
+    *("keep_every", "restart"),
 }
 
 

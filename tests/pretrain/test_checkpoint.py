@@ -1,0 +1,165 @@
+"""Checkpoints that are damaged, unreadable or all gone, and those that are kept."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import assert_same_run, contents, fork, metrics, newest, run, train_here
+
+from data_pipeline.common.errors import UserError
+from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
+
+
+@pytest.fixture
+def run_dir(straight: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, with checkpoints of steps 8 and 12."""
+    return shutil.copytree(straight, tmp_path / "run")
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def damage_all(run_dir: Path) -> None:
+    damage(run_dir / "checkpoints/step-00000012/model.safetensors")
+    (run_dir / "checkpoints/step-00000008/optimizer.safetensors").unlink()
+
+
+def without_locks(run_dir: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(run_dir).items() if name != "lock"}
+
+
+# ------------------------------------------------------------------------------ damage
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_without_a_sound_checkpoint_stops_and_changes_nothing(
+    prepared: Path, run_dir: Path, processes: int
+) -> None:
+    damage_all(run_dir)
+    before = without_locks(run_dir)
+    options = ("train.micro_batch_size=8",)
+    for _ in "ab":  # the second start does not take what the first has left for a new run
+        done = run(prepared, run_dir, *options, processes=processes)
+        assert done.returncode == 2
+        (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+        assert "step-00000012 (model.safetensors is not what was written)" in line
+        assert "step-00000008 (optimizer.safetensors is missing)" in line
+        assert "train.restart=true" in line and "Traceback" not in done.stderr
+    assert without_locks(run_dir) == before
+
+
+@pytest.mark.parametrize("left", ["step-00000012.corrupt", "step-00000012-of-mine"])
+def test_what_was_set_aside_counts_as_a_run_that_was(
+    prepared: Path, run_dir: Path, left: str
+) -> None:
+    shutil.rmtree(run_dir / "checkpoints/step-00000008")
+    (run_dir / "checkpoints/step-00000012").rename(run_dir / "checkpoints" / left)
+    with pytest.raises(UserError, match=f"is sound: {left};"):
+        train_here(prepared, run_dir)
+
+
+def test_a_link_to_a_checkpoint_is_not_passed_over(
+    prepared: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    (run_dir / "checkpoints").rename(tmp_path / "elsewhere")
+    (run_dir / "checkpoints").mkdir()
+    link = run_dir / "checkpoints/step-00000012"
+    link.symlink_to(tmp_path / "elsewhere/step-00000012")
+    with pytest.raises(UserError, match="is sound: step-00000012;"):
+        train_here(prepared, run_dir)
+
+
+def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_stays(
+    prepared: Path, run_dir: Path, monkeypatch
+) -> None:
+    """A link to itself is of no user that may read it, not even of root."""
+    path = run_dir / "checkpoints/step-00000012/model.safetensors"
+    path.unlink()
+    path.symlink_to(path)
+    names = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+    with pytest.raises(
+        UserError, match=f"{path} cannot be read: Too many levels of symbolic links"
+    ):
+        train_here(prepared, run_dir)
+
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("pretrain.checkpoint.hash_file", fail)
+    with pytest.raises(UserError, match="step-00000012 cannot be read: Input/output error"):
+        train_here(prepared, run_dir)
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == names
+
+
+# ------------------------------------------------------------------------------ restart
+
+
+def test_a_restart_keeps_the_earlier_run_and_the_same_command_goes_on(
+    prepared: Path, straight: Path, run_dir: Path, capsys
+) -> None:
+    damage_all(run_dir)
+    before = without_locks(run_dir)
+    train_here(prepared, run_dir, "train.restart=true")
+    assert f"the run so far is in {run_dir / 'before-1'}" in capsys.readouterr().out
+    assert without_locks(run_dir / "before-1").items() <= before.items()
+    assert len(before) - len(without_locks(run_dir / "before-1")) == 1  # the marker of the folder
+    assert_same_run(run_dir, straight)
+    shutil.rmtree(run_dir / "checkpoints/step-00000012")
+    train_here(prepared, run_dir, "train.restart=true")
+    assert_same_run(run_dir, straight)
+    assert not (run_dir / "before-2").exists()
+
+
+def test_a_sound_run_can_be_restarted_with_other_settings_too(
+    prepared: Path, run_dir: Path
+) -> None:
+    train_here(prepared, run_dir, "train.restart=true", "seed=5", "train.max_steps=4")
+    assert read_state(newest_checkpoint(run_dir / "checkpoints"))["step"] == 4
+    assert [line["step"] for line in metrics(run_dir)][-1] == 4
+    assert newest(run_dir / "before-1")
+    train_here(prepared, run_dir, "train.restart=true", "train.max_steps=4")
+    assert newest(run_dir / "before-2")
+
+
+def test_a_restart_of_nothing_is_a_start(prepared: Path, straight: Path, tmp_path: Path) -> None:
+    train_here(prepared, tmp_path, "train.restart=true")
+    assert_same_run(tmp_path, straight)
+    assert not (tmp_path / "before-1").exists()
+
+
+# ------------------------------------------------------------------------------ what is kept
+
+
+def test_every_nth_checkpoint_is_kept_for_good(prepared: Path, tmp_path: Path) -> None:
+    options = ("train.save_every=1", "train.keep_every=5", "train.keep_checkpoints=2")
+    train_here(prepared, tmp_path, *options)
+    kept = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept == [5, 10, 11, 12]
+
+
+# ------------------------------------------------------------------------------ export
+
+
+def export(run_dir: Path, out: Path):
+    return fork(["-m", "pretrain.export", str(run_dir), str(out)])
+
+
+def test_an_export_takes_the_newest_sound_checkpoint_and_changes_none(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    damage(run_dir / "checkpoints/step-00000012/state.json")
+    before = contents(run_dir)
+    done = export(run_dir, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "step-00000012 is damaged (state.json is not what was written)" in done.stdout
+    assert "exported " in done.stdout and "step-00000008 to " in done.stdout
+    assert contents(run_dir) == before
+    damage_all(run_dir)
+    before = contents(run_dir)
+    done = export(run_dir, tmp_path / "none")
+    assert done.returncode == 2 and "has no sound checkpoint" in done.stderr
+    assert contents(run_dir) == before
