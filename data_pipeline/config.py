@@ -130,7 +130,8 @@ class CorpusConfig(SourceConfig):
 @dataclass
 class VocabConfig:
     path: str | None = None
-    """A vocabulary that is there already, `vocab.txt` or a Hugging Face folder; null: train one."""
+    """A vocabulary that is there already, `vocab.txt` or a Hugging Face folder; null: that of
+    `init_from`, or train one."""
     size: int | None = None
     """Pieces, special tokens included; the file is padded with [unusedN] to a multiple of 64. Null:
     30522, or all of `path`; above the size of `path`: grow that one by pieces of the corpus."""
@@ -217,6 +218,9 @@ class DataConfig:
     """Folder of the run: checkpoints, metrics, export."""
     data_dir: str = "data/data"
     """Folder of the vocabulary and the token store."""
+    init_from: str | None = None
+    """Hugging Face folder of a model to start from, with its sizes and, unless `vocab.path` is
+    given, its vocabulary; null: start from random weights."""
     seed: int = 0
     """Seed of everything that is drawn."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
@@ -239,12 +243,13 @@ class DataConfig:
             section.validate()
 
     def text_rules(self) -> VocabConfig:
-        """The section `vocab` with `strip_accents` decided."""
-        if self.vocab.strip_accents is not None or self.vocab.path:
-            return self.vocab
+        """The section `vocab` with `path` and `strip_accents` decided."""
+        vocab = replace(self.vocab, path=self.vocab.path or self.init_from)
+        if vocab.strip_accents is not None or vocab.path:
+            return vocab
         languages = {source.language for source in self.corpus.each_source()}
-        strips = self.vocab.lowercase and languages <= WITHOUT_ACCENTS
-        return replace(self.vocab, strip_accents=strips)
+        strips = vocab.lowercase and languages <= WITHOUT_ACCENTS
+        return replace(vocab, strip_accents=strips)
 
 
 def check(holds: bool, message: str) -> None:

@@ -108,9 +108,10 @@ def assume_data(config: DataConfig, tokens: float | None = None) -> Assumed:
     tokens: size of the corpus, if the user knows it; None: estimate it from the files.
     Raises `UserError` if the vocabulary at `vocab.path` cannot be used.
     """
-    vocabulary, origin = make_up_vocabulary(config.vocab)
+    rules = config.text_rules()
+    vocabulary, origin = make_up_vocabulary(rules)
     try:
-        size, missing = measure_files(config.corpus, config.vocab, len(vocabulary)), ""
+        size, missing = measure_files(config.corpus, rules, len(vocabulary)), ""
     except UserError as error:
         size, missing = None, str(error)
     if tokens:
@@ -270,7 +271,7 @@ def estimate_preparation(size: CorpusSize, config: DataConfig, vocab_size: int) 
     cores = int(max(1, min(count_cpus(), size.file_chunks)))
     speed = cores * (SEGMENTED_PER_SECOND if segmented else TOKENS_PER_SECOND)
     seconds = START_SECONDS + size.tokens / speed
-    if config.vocab.path is None:  # distinct words grow with the square root of the text
+    if config.text_rules().path is None:  # distinct words grow with the square root of the text
         learning = VOCABULARY_SECONDS * (size.tokens / 20e6) ** 0.5
         seconds += min(learning, MOST_VOCABULARY_SECONDS)
     stored = size.stored_tokens * (np.dtype(dtype_of(vocab_size)).itemsize + 0.3)  # and offsets

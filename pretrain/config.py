@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -10,7 +11,7 @@ from omegaconf import DictConfig
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
 from data_pipeline.config import DataConfig, PairsConfig, check, check_choice
-from pretrain.families import FAMILIES, Family
+from pretrain.families import FAMILIES, Family, read_hf_config, read_settings
 
 
 @dataclass
@@ -266,9 +267,22 @@ class Config(DataConfig):
 
     @classmethod
     def defaults(cls, given: DictConfig) -> dict:
-        """The defaults of the family, where they differ from BERT's."""
-        family = FAMILIES.get((given.get("model") or {}).get("architecture"))
-        return {"model": dict(family.defaults)} if family else {}
+        """The defaults of the family, where they differ from BERT's, and the sizes of the model to
+        start from.
+
+        A folder that is missing is reported where its vocabulary or its weights are read.
+        """
+        asked, folder = (given.get("model") or {}).get("architecture"), given.get("init_from")
+        found, folder = {}, Path(folder or "").expanduser()
+        if given.get("init_from") and (folder / "config.json").exists():
+            found = read_hf_config(read_settings(folder), folder / "config.json")
+            check(
+                asked in (None, found["architecture"]),
+                f"model.architecture is {asked}, and init_from {folder} is of the family "
+                f"{found['architecture']}; leave out model.architecture",
+            )
+        family = FAMILIES.get(found.get("architecture", asked))
+        return {"model": dict(family.defaults) | found} if family else {}
 
     def validate(self) -> None:
         super().validate()

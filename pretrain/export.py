@@ -30,7 +30,7 @@ from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, r
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig, phases_of
-from pretrain.families import hf_config, read_hf_config
+from pretrain.families import hf_config, read_hf_config, read_settings
 from pretrain.model_card import model_card, project_version
 from pretrain.models.bert import PretrainingModel, resize_positions
 from pretrain.objectives import objectives_of
@@ -113,10 +113,7 @@ def load_export(folder: Path) -> PretrainingModel:
         f"no exported model in {folder}, {' and '.join(missing[:2])} missing; python -m pretrain "
         "makes one, and python -m pretrain.export exports any checkpoint",
     )
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is damaged: {error}; export it again") from None
+    settings = read_settings(folder)
     model = ModelConfig(**read_hf_config(settings, folder / "config.json"))
     absent = [name for name in hf_config(asdict(model), 0, "") if name not in settings]
     check(
@@ -142,7 +139,7 @@ def load_export(folder: Path) -> PretrainingModel:
 
 def read_model(folder: Path) -> PretrainingModel:
     """Read the model of a sound export, in float32."""
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_settings(folder)
     config = ModelConfig(**read_hf_config(settings, folder / "config.json"))
     has_pairs = config.family.pairs in settings["architectures"]
     objectives = objectives_of("nsp" if has_pairs else "none")

@@ -5,11 +5,13 @@ A family computes what transformers' classes of that `model_type` compute with t
 This needs no torch, so that a config is read fast.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import check, check_choice
 
 Tensors = TypeVar("Tensors")
@@ -155,6 +157,15 @@ def hf_config(
         "tie_word_embeddings": True,
         "torch_dtype": dtype,
     }
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` of a Hugging Face folder; raises `UserError` if it is damaged."""
+    path = folder / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}; export or copy it again") from None
 
 
 def longest_sequence(settings: Mapping[str, Any]) -> int:

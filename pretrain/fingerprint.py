@@ -53,13 +53,21 @@ LENGTHS = ("warmup_steps", "decay_steps", "max_steps")  # of a schedule
 RATES_COMPARED = 10_000  # at most this many finished steps, evenly spaced
 
 
-def build_fingerprint(config: Config, vocab_sha256: str, data_sha256: str, precision: str) -> dict:
+def build_fingerprint(
+    config: Config,
+    vocab_sha256: str,
+    data_sha256: str,
+    precision: str,
+    init_from_sha256: str | None = None,
+) -> dict:
     """Build the fingerprint of a run, with values that survive a round trip through JSON.
 
     precision: `fp32` or `bf16`, as resolved from `train.precision`.
+    init_from_sha256: of the weights that it started from; None: random ones.
     """
     found = {"schema": SCHEMA, "seed": config.seed, "train.precision": precision}
     found |= {"vocab_sha256": vocab_sha256, "data_sha256": data_sha256}
+    found["init_from_sha256"] = init_from_sha256
     found |= {f"model.{name}": getattr(config.model, name) for name in MODEL}
     inner = config.model.intermediate_size or 4 * config.model.hidden_size
     found["model.intermediate_size"] = inner

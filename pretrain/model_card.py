@@ -95,12 +95,16 @@ def introduction(config: Config, parameters: int) -> str:
     model, objective, title = config.model, config.data.objective, config.model.family.title
     pairs = f" and {PAIRS[objective][1]}" if objective in PAIRS else ""
     licence = config.export.license
+    begun = "from scratch"
+    if config.init_from:
+        folder = Path(config.init_from)
+        begun = f"on from `{folder.parent.name if folder.name == 'export' else folder.name}`"
     stated = f"Licence: {licence}." if licence else "No licence was stated for this model."
     return f"""# {Path(config.run_dir).resolve().name}
 
 {"An" if title[0] in "AE" else "A"} {title} encoder of {model.num_hidden_layers} layers, width \
 {model.hidden_size} and {model.num_attention_heads} attention heads ({parameters:,} parameters), \
-pretrained from scratch with {project_version()}. It predicts masked words{pairs}, and is meant to \
+pretrained {begun} with {project_version()}. It predicts masked words{pairs}, and is meant to \
 be fine-tuned for other tasks.
 
 {stated}
@@ -272,10 +276,11 @@ def limits(config: Config, phases: list[Phase], lowercase: bool, positions: int)
 
 
 def provenance(fingerprint: dict) -> str:
+    begun = fingerprint.get("init_from_sha256")
     return f"""- made by {project_version()}
 - vocabulary sha256 {fingerprint["vocab_sha256"]}
 - token store sha256 {fingerprint["data_sha256"]}
-"""
+""" + (f"- started from weights with sha256 {begun}\n" if begun else "")
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

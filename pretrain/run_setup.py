@@ -51,6 +51,7 @@ from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut, sample_counts
 from pretrain.export import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
+from pretrain.init_from import hash_weights, start_from
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import configure_cpu, cpu_supports, return_freed_memory
 from pretrain.objectives import objectives_of
@@ -123,7 +124,12 @@ def set_up(config: Config) -> Run:
     if checkpoint:
         load_model(checkpoint, bare)
     else:
-        start_from_corpus(bare, store, accelerator)
+        bare.start_at_frequencies(torch.from_numpy(sample_counts(store)))
+        if config.init_from:
+            folder = Path(config.init_from).expanduser()
+            accelerator.print(start_from(folder, bare, store.vocabulary.pieces))
+        else:
+            start_at_neighbours(bare, store, accelerator)
     compiled = settings.compile
     if compiled is None:
         compiled = accelerator.device.type == "cuda"
@@ -252,10 +258,11 @@ def build_model(config: Config, vocab_size: int) -> PretrainingModel:
     return model
 
 
-def start_from_corpus(model: PretrainingModel, store: TokenStore, accelerator: Accelerator) -> None:
-    """Set the MLM bias and the word embeddings of a new model to what counting tells about its
-    corpus (a collective call)."""
-    model.start_at_frequencies(torch.from_numpy(sample_counts(store)))
+def start_at_neighbours(
+    model: PretrainingModel, store: TokenStore, accelerator: Accelerator
+) -> None:
+    """Start the word embeddings of a new model from the neighbours of each token in its corpus (a
+    collective call)."""
     accelerator.print("starting the word embeddings from the neighbours of each token")
     vectors = torch.zeros_like(model.embeddings.word.weight.detach(), device=accelerator.device)
     if accelerator.is_main_process:
@@ -268,7 +275,8 @@ def start_from_corpus(model: PretrainingModel, store: TokenStore, accelerator: A
 def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator) -> dict:
     """Build the fingerprint of a run from its config, its data and the precision in use.
 
-    Raises `UserError` if model and vocabulary have different ids of [PAD].
+    Raises `UserError` if model and vocabulary have different ids of [PAD], or if there are no
+    weights to start from.
     """
     pad = store.vocabulary["[PAD]"]
     check(
@@ -278,7 +286,8 @@ def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator)
     )
     precision = accelerator.mixed_precision.replace("no", "fp32")
     hashes = store.vocabulary.sha256, store.manifest["data_sha256"]
-    return build_fingerprint(config, *hashes, precision)
+    folder = config.init_from and Path(config.init_from).expanduser()
+    return build_fingerprint(config, *hashes, precision, folder and hash_weights(folder))
 
 
 def is_run(run_dir: Path) -> bool:

@@ -18,7 +18,9 @@ from helpers import ROOT, fork, write_tasks
 
 from data_pipeline.config import load_config
 from data_pipeline.sampling.batches import count_passes, cut_evenly
+from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config, phases_of
+from pretrain.export import export_checkpoint
 
 PAGES = [
     ROOT / "README.md",
@@ -128,8 +130,9 @@ def shrink(path: Path) -> None:
         "files": recipe["corpus"].get("files", ["corpus/*.txt"]),
         "held_out_fraction": 0.2,
     }
-    recipe["vocab"]["size"] = 512
-    recipe["model"] |= {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    if "init_from" not in recipe:  # which sets both
+        recipe["vocab"]["size"] = 512
+        recipe["model"] |= {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     steps = 4 if recipe["train"]["global_batch_size"] < 1000 else 1
     recipe["train"] |= {"max_steps": steps, "eval_examples": 16, "precision": "fp32"}
     header = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
@@ -137,12 +140,15 @@ def shrink(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project beside some text, with small recipes."""
+def project(prepared: Path, straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project beside some text and a model to start from, with small recipes."""
     root = tmp_path_factory.mktemp("project")
     for name in ("configs", "data_pipeline", "pretrain", "scripts"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("corpus", "corpus_zh"):
+    config = load_config(Config, str(prepared / "config.yaml"))
+    checkpoint = newest_checkpoint(straight / "checkpoints")
+    export_checkpoint(checkpoint, config, root / "pretrained", positions=128)
+    for name in ("corpus", "corpus_zh", "corpus_domain"):
         (root / name).mkdir()
         shutil.copy(prepared / "topics.txt", root / name / "topics.txt")
     for name in RECIPES:

@@ -22,7 +22,10 @@ FLOORS = [
     ("pretrain", "families config loss objectives"),
     ("pretrain.models", "cpu attention layers bert"),
     ("pretrain", "sharding agreement optim fingerprint"),
-    ("pretrain", "checkpoint metrics evaluate probes monitor describe tracking model_card export"),
+    (
+        "pretrain",
+        "checkpoint metrics evaluate probes monitor describe tracking model_card export init_from",
+    ),
     ("pretrain", "report word_vectors run_setup train assumed plan recipes __main__"),
 ]
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]

@@ -1,0 +1,225 @@
+"""Start training from a Hugging Face folder, of transformers or of an export: the way in, as
+`pretrain.export` is the way out.
+
+Encoder and heads keep their tensors bit for bit. Rows of the vocabulary go by its pieces, so that
+the run may have another vocabulary, such as an extended one.
+"""
+
+import json
+import pickle
+import re
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import hash_file
+from data_pipeline.config import check
+from pretrain.models.bert import PretrainingModel
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is taken
+HEADS = ("mlm.", "pooler.", "nsp.")  # a folder may lack them
+PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
+RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
+BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
+TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
+
+
+def start_from(folder: Path, model: PretrainingModel, pieces: list[str]) -> str:
+    """Copy the weights of a folder into a new model of the same family.
+
+    Heads that the folder lacks stay as they are. A piece that the folder's vocabulary lacks gets
+    the mean of the rows of the pieces that it was split into there, and so does its bias; a special
+    piece such as [unused7] keeps its random row.
+
+    pieces: of the run's vocabulary, by id.
+    Returns a line that says what was taken. Raises `UserError` if the folder does not fit.
+    """
+    family, state = model.config.family, model.state_dict()
+    weights = to_current_names(read_weights(folder), family.encoder)
+    names = {name: family.hf_name(name) for name in state}
+    fresh = [name for name in state if names[name] not in weights and name.startswith(HEADS)]
+    missing = [names[name] for name in state if names[name] not in weights and name not in fresh]
+    check(not missing, f"init_from {folder} lacks {' and '.join(missing[:2])}; give another folder")
+    words = weights[names["embeddings.word.weight"]]
+    sources = find_sources(read_pieces(folder), pieces, folder, len(words))
+    for name, ours in state.items():
+        if name in fresh:
+            continue
+        value = weights.pop(names[name]).to(ours.dtype)
+        if name in PER_PIECE and sources is not None:
+            value = carry_rows(value, sources, ours)
+        check(
+            value.shape == ours.shape,
+            f"init_from {folder} has {names[name]} of {size_of(value)}, and the config makes it "
+            f"{size_of(ours)}; leave out the sizes in the section model, which the folder sets",
+        )
+        ours.copy_(value)
+    check_tied(weights, words, folder)
+    return describe(folder, fresh, weights, sources)
+
+
+def describe(
+    folder: Path, fresh: list[str], unused: dict[str, Tensor], sources: list[list[int]] | None
+) -> str:
+    """Describe in a line what was taken from a folder and what not."""
+    line = f"starts from {folder}"
+    if fresh:
+        heads = dict.fromkeys(name.partition(".")[0] for name in fresh)
+        line += f"; not in it, so they start anew: {', '.join(heads)}"
+    unused = [name for name in unused if not TIED.search(name)]
+    if unused:
+        line += f"; not taken: {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}"
+    if sources is not None:
+        kept, new = sum(len(s) == 1 for s in sources), sum(len(s) > 1 for s in sources)
+        line += f"; of its vocabulary {kept:,} pieces, and {new:,} new ones as means of theirs"
+    return line
+
+
+def size_of(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape))
+
+
+# ------------------------------------------------------------------------------------ the folder
+
+
+def list_weights(folder: Path) -> list[Path]:
+    """List the files of a folder's weights, several if they are sharded.
+
+    Prefers safetensors. Raises `UserError` if there are none.
+    """
+    for name in WEIGHTS:
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            parts = json.loads(index.read_text())["weight_map"].values()
+            return [folder / Path(part).name for part in sorted(set(parts))]
+    raise UserError(
+        f"init_from {folder} holds neither {' nor '.join(WEIGHTS)}; give a folder of transformers' "
+        "save_pretrained, of a model hub, or an export of this project"
+    )
+
+
+def hash_weights(folder: Path) -> str:
+    """Hash the weights of a folder; raises `UserError` if there are none."""
+    paths = list_weights(folder)
+    gone = [path.name for path in paths if not path.exists()]
+    check(not gone, f"init_from {folder} lacks {', '.join(gone[:2])}, which its index lists")
+    hashes = [hash_file(path) for path in paths]
+    return hashes[0] if len(paths) == 1 else sha256("".join(hashes).encode()).hexdigest()
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of a folder, by transformers' names; pickles by `weights_only`."""
+    weights = {}
+    for path in list_weights(folder):
+        try:
+            if path.suffix == ".safetensors":
+                weights |= load_file(path)
+            else:
+                weights |= torch.load(path, weights_only=True, map_location="cpu")
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+            reason = " ".join(str(error).split())[:150]
+            raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None
+    return weights
+
+
+def to_current_names(weights: dict[str, Tensor], encoder: str) -> dict[str, Tensor]:
+    """Rename tensors as transformers names those of a model with heads today.
+
+    encoder: how the names of the encoder begin there; a bare encoder was saved without.
+    """
+    bare = not any(name.startswith(encoder) for name in weights)
+    found = {}
+    for name, tensor in weights.items():
+        for old, new in RENAMED.items():
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        name = encoder + name if bare else name
+        if not BUFFERS.search(name):
+            found[name] = tensor
+            if name.endswith("decoder.bias"):  # some folders have the MLM bias under this name only
+                found.setdefault(name.replace("decoder.bias", "bias"), tensor)
+    return found
+
+
+def check_tied(weights: dict[str, Tensor], words: Tensor, folder: Path) -> None:
+    """Raise `UserError` if a folder's decoder is another matrix than its word embeddings."""
+    for name, tensor in weights.items():
+        check(
+            not TIED.search(name) or name.endswith("bias") or torch.equal(tensor, words),
+            f"init_from {folder}: {name} is not the matrix of word embeddings, as it is in models "
+            "here; give a model whose decoder is tied",
+        )
+
+
+# -------------------------------------------------------------------------------- the vocabulary
+
+
+def read_pieces(folder: Path) -> list[str] | None:
+    """Read the pieces of a folder's WordPiece vocabulary, by id; None if it has no vocabulary.
+
+    Reads files, not a tokenizer, since training loads none.
+    """
+    text, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
+    if text.exists():
+        return text.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    if not tokenizer.exists():
+        return None
+    model = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]
+    kind = model.get("type", "WordPiece")
+    check(kind == "WordPiece", f"{tokenizer} is {kind}; only a WordPiece vocabulary can be taken")
+    return sorted(model["vocab"], key=model["vocab"].get)
+
+
+def find_sources(
+    old: list[str] | None, new: list[str], folder: Path, rows: int
+) -> list[list[int]] | None:
+    """Find for each new piece the old ids whose mean is its row, none for a special piece.
+
+    rows: of the folder's word embeddings. Returns None if the vocabularies are equal.
+    Raises `UserError` if the folder's vocabulary does not fit its embeddings.
+    """
+    check(
+        len(old or new) == rows,
+        f"init_from {folder} has {rows:,} word embeddings, and "
+        f"{'its' if old else 'it has no vocabulary, and the'} vocabulary "
+        f"{'has' if old else 'of the run'} {len(old or new):,} pieces; give a folder whose files "
+        "belong together",
+    )
+    if old in (None, new):
+        return None
+    ids = {piece: i for i, piece in enumerate(old)}
+    return [[ids[piece]] if piece in ids else split_piece(piece, ids) for piece in new]
+
+
+def split_piece(piece: str, ids: dict[str, int]) -> list[int]:
+    """Split a piece into the longest pieces of another vocabulary, from its start, as WordPiece
+    splits a word: their ids; none for a special piece, and where a character is unknown."""
+    found: list[int] = []
+    if re.fullmatch(r"\[.+\]", piece):
+        return found
+    mark, left = ("##", piece[2:]) if piece.startswith("##") else ("", piece)
+    while left:
+        end = next((n for n in range(len(left), 0, -1) if mark + left[:n] in ids), 0)
+        if not end:
+            return []
+        found.append(ids[mark + left[:end]])
+        mark, left = "##", left[end:]
+    return found
+
+
+def carry_rows(old: Tensor, sources: list[list[int]], fresh: Tensor) -> Tensor:
+    """Compute the rows of a vocabulary as means of those of another, (V, ...).
+
+    fresh: (V, ...), the rows of pieces without a source.
+    """
+    rows = fresh.clone()
+    for row, ids in zip(rows, sources, strict=True):
+        if ids:
+            row.copy_(old[ids].mean(0))
+    return rows

@@ -1,0 +1,353 @@
+"""A run starts from any Hugging Face folder of its family, and changes nothing that it takes."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from helpers import assert_same_run, train_here
+from safetensors.torch import load_file, save_file
+
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import DataConfig, load_config
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
+from pretrain.config import Config
+from pretrain.export import export, load_export
+from pretrain.init_from import hash_weights, split_piece, start_from
+from pretrain.models.bert import PretrainingModel
+from pretrain.objectives import objectives_of
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
+OTHERS = ("model", "train", "tracking", "export")
+TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.save_every=1")
+
+
+def save_peer(
+    folder: Path, hf_class: str, vocab_dir: Path, shards: str = "1GB", **settings
+) -> Path:
+    """Save a random model of transformers with a vocabulary, every tensor drawn."""
+    import transformers
+
+    peer = getattr(transformers, hf_class)
+    pieces = len(read_vocabulary(vocab_dir))
+    torch.manual_seed(1)
+    model = peer(peer.config_class(vocab_size=pieces, **SIZES | settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    model.save_pretrained(folder, max_shard_size=shards)
+    for name in TOKENIZER_FILES:
+        shutil.copy(vocab_dir / name, folder / name)
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def read_config(root: Path, folder: Path, *overrides: str) -> Config:
+    return load_config(Config, str(root / "config.yaml"), [f"init_from={folder}", *overrides])
+
+
+def start(config: Config, pieces: list[str] | None = None) -> tuple[PretrainingModel, str]:
+    """A new model of the config that starts from its folder, and what is said about it."""
+    folder = Path(config.init_from)
+    pieces = pieces or read_vocabulary(folder).pieces
+    torch.manual_seed(0)
+    model = PretrainingModel(config.model, len(pieces), objectives_of(config.data.objective))
+    return model, start_from(folder, model, pieces)
+
+
+@pytest.fixture(scope="module")
+def vocab_dir(prepared: Path) -> Path:
+    return prepared / "data/vocab"
+
+
+@pytest.fixture(scope="module")
+def folder(vocab_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `BertForPreTraining` of transformers; not to be written to."""
+    return save_peer(
+        tmp_path_factory.mktemp("peer"), "BertForPreTraining", vocab_dir, directionality="bidi"
+    )
+
+
+# ---------------------------------------------------------------------------- in and out again
+
+CLASSES = {  # transformers' class -> (data.objective, its own settings)
+    "BertForPreTraining": ("nsp", {}),
+    "BertForMaskedLM": ("none", {"type_vocab_size": 1}),
+    "RobertaForMaskedLM": (
+        "none",
+        {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 65},
+    ),
+}
+
+
+@pytest.mark.parametrize("hf_class", CLASSES)
+@pytest.mark.parametrize("files", ["one file", "shards", "pickle"])
+def test_what_is_taken_and_exported_has_the_same_bits(
+    hf_class, files, prepared, vocab_dir, tmp_path
+) -> None:
+    objective, settings = CLASSES[hf_class]
+    shards = "20KB" if files == "shards" else "1GB"
+    save_peer(tmp_path / "in", hf_class, vocab_dir, shards, **settings)
+    wanted = weights_of(tmp_path / "in")
+    if files == "pickle":
+        torch.save(wanted, tmp_path / "in/pytorch_model.bin")
+        (tmp_path / "in/model.safetensors").unlink()
+    config = read_config(prepared, tmp_path / "in", f"data.objective={objective}")
+    model, said = start(config)
+    assert said == f"starts from {tmp_path / 'in'}"
+    origin = {"step": 0, "vocab_sha256": "", "data_sha256": ""}
+    export(model, vocab_dir, tmp_path / "out", "", origin)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert (len(list((tmp_path / "in").glob("*.safetensors"))) > 3) == (files == "shards")
+
+
+def test_further_entries_of_the_config_pass_to_the_export(
+    folder, prepared, vocab_dir, tmp_path
+) -> None:
+    shutil.copytree(folder, tmp_path / "in")
+    path = tmp_path / "in/config.json"
+    settings = json.loads(path.read_text())
+    settings |= {"classifier_dropout": 0.2, "use_cache": False, "id2label": {"0": "no", "1": "yes"}}
+    settings |= {"pooler_fc_size": 768, "pooler_type": "first_token_transform"}  # as in hfl/rbt3
+    path.write_text(json.dumps(settings))
+    train_here(prepared, tmp_path / "run", f"init_from={tmp_path / 'in'}", *TWO_STEPS)
+    found = json.loads((tmp_path / "run/export/config.json").read_text())
+    ours = {"torch_dtype", "position_embedding_type"}
+    assert found.keys() - ours == settings.keys() - {"dtype", "transformers_version"}
+    for name in ("classifier_dropout", "use_cache", "id2label", "pooler_type", "directionality"):
+        assert found[name] == settings[name], name
+    assert load_export(tmp_path / "run/export").config.extra["pooler_fc_size"] == 768
+
+
+def test_a_run_starts_there_resumes_and_says_so(
+    folder, prepared, vocab_dir, tmp_path, capsys
+) -> None:
+    here = (f"init_from={folder}", *TWO_STEPS)
+    train_here(prepared, tmp_path / "a", *here, "train.learning_rate=1e-30")
+    assert f"starts from {folder}\n" in capsys.readouterr().out
+    found, wanted = load_file(tmp_path / "a/export/model.safetensors"), weights_of(folder)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor[: len(found[name])], rtol=0, atol=1e-6)
+    fingerprint = json.loads((tmp_path / "a/fingerprint.json").read_text())
+    assert fingerprint["init_from_sha256"] == hash_weights(folder)
+    card = (tmp_path / "a/export/README.md").read_text()
+    assert f"pretrained on from `{folder.name}`" in card and hash_weights(folder) in card
+
+    shutil.copytree(folder, tmp_path / "moved")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b/checkpoints/step-00000002")
+    here = (f"init_from={tmp_path / 'moved'}", *TWO_STEPS, "train.learning_rate=1e-30")
+    train_here(prepared, tmp_path / "b", *here)
+    assert "starts from" not in capsys.readouterr().out
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    save_peer(tmp_path / "moved", "BertForPreTraining", vocab_dir, initializer_range=0.5)
+    weights = load_file(tmp_path / "moved/model.safetensors")
+    weights["bert.embeddings.LayerNorm.bias"] += 1
+    save_file(weights, tmp_path / "moved/model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="init_from_sha256 was"):
+        train_here(prepared, tmp_path / "b", *here, "train.max_steps=4", "train.extend=true")
+
+
+# ------------------------------------------------------------------------- what it lacks or has
+
+
+def test_heads_that_are_missing_start_anew_and_are_named(prepared, vocab_dir, tmp_path) -> None:
+    save_peer(tmp_path, "BertModel", vocab_dir)
+    model, said = start(read_config(prepared, tmp_path))
+    assert said == f"starts from {tmp_path}; not in it, so they start anew: mlm, nsp"
+    wanted = weights_of(tmp_path)
+    assert torch.equal(model.pooler.weight, wanted["pooler.dense.weight"])
+    assert torch.equal(
+        model.layers[1].up.weight, wanted["encoder.layer.1.intermediate.dense.weight"]
+    )
+
+
+def test_what_is_not_taken_is_named_and_fewer_layers_are_the_first_ones(
+    prepared, vocab_dir, tmp_path
+) -> None:
+    """As hfl/rbt3 began, with the first three of twelve layers."""
+    save_peer(tmp_path, "BertForSequenceClassification", vocab_dir, num_hidden_layers=3)
+    model, said = start(read_config(prepared, tmp_path, "model.num_hidden_layers=2"))
+    assert "start anew: mlm, nsp; not taken: bert.encoder.layer.2." in said
+    assert said.endswith(" ...") and len(model.layers) == 2
+
+
+def test_a_folder_from_tensorflow_has_older_names_and_a_decoder(
+    folder, prepared, vocab_dir, tmp_path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    wanted, _ = start(read_config(prepared, tmp_path))
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in weights.items()
+    }
+    old["cls.predictions.decoder.bias"] = old.pop("cls.predictions.bias")
+    words = old["bert.embeddings.word_embeddings.weight"]
+    old["cls.predictions.decoder.weight"] = words.clone()
+    old["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    found, said = start(read_config(prepared, tmp_path))
+    assert said == f"starts from {tmp_path}"
+    state = found.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in wanted.state_dict().items())
+
+    old["cls.predictions.decoder.weight"] = words + 1
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="decoder.weight is not the matrix of word embeddings"):
+        start(read_config(prepared, tmp_path))
+
+
+# -------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "named"),
+    [
+        ({"is_decoder": True}, (), "is_decoder is true, which makes attention causal"),
+        (
+            {"position_embedding_type": "relative_key_query"},
+            (),
+            "position_embedding_type is relative_key_query, and only absolute .* transformers 5",
+        ),
+        ({"tie_word_embeddings": False}, (), "tie_word_embeddings is false"),
+        ({"model_type": "gpt2"}, (), "model_type is 'gpt2'; it can be bert"),
+        ({}, ("model.architecture=roberta",), "architecture is roberta, and init_from .* bert"),
+        ({"type_vocab_size": 1}, (), "type_vocab_size is 1, and data.objective nsp wants one for"),
+    ],
+)
+def test_a_config_that_cannot_be_computed_is_refused(
+    settings, overrides, named, folder, prepared, tmp_path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    found = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(found | settings))
+    with pytest.raises(UserError, match=named) as error:
+        read_config(prepared, tmp_path, *overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
+    with pytest.raises(UserError, match=r"weight of 1024 x 32, and the config makes it 1024 x 64"):
+        start(read_config(prepared, folder, "model.hidden_size=64"))
+    with pytest.raises(UserError, match=r"lacks bert.encoder.layer.2.attention"):
+        start(read_config(prepared, folder, "model.num_hidden_layers=3"))
+
+
+def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match="model.safetensors is damaged"):
+        start(read_config(prepared, tmp_path))
+    path.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(UserError, match="pytorch_model.bin is damaged"):
+        start(read_config(prepared, tmp_path))
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match="holds neither model.safetensors nor pytorch_model.bin"):
+        train_here(prepared, tmp_path / "run", f"init_from={tmp_path}")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="vocab.path .*nowhere is neither a vocab.txt"):
+        prepare_here(prepared, tmp_path, f"init_from={tmp_path / 'nowhere'}")
+
+
+# ------------------------------------------------------------------------------ vocabularies
+
+
+def prepare_here(root: Path, data_dir: Path, *overrides: str) -> None:
+    given = [f"data_dir={data_dir}", *overrides]
+    prepare(load_config(DataConfig, str(root / "config.yaml"), given, others=OTHERS), workers=1)
+
+
+def test_an_extended_vocabulary_gets_the_means_of_what_it_was_split_into(
+    folder, prepared, tmp_path, capsys
+) -> None:
+    here = (f"init_from={folder}", "vocab.size=1100")
+    prepare_here(prepared, tmp_path / "data", *here)
+    old, new = read_vocabulary(folder), read_vocabulary(tmp_path / "data/vocab")
+    assert new.pieces[:1024] == old.pieces and len(new) == 1152  # a multiple of 64
+    capsys.readouterr()
+    here += (f"data_dir={tmp_path / 'data'}", *TWO_STEPS, "train.learning_rate=1e-30")
+    train_here(prepared, tmp_path / "run", *here)
+    assert "of its vocabulary 1,024 pieces, and 76 new ones as means" in capsys.readouterr().out
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    wanted, found = weights_of(folder), load_file(tmp_path / "run/export/model.safetensors")
+    for name in ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"):
+        torch.testing.assert_close(found[name][:1024], wanted[name], rtol=0, atol=1e-6)
+        for i, piece in enumerate(new.pieces[1024:1100], 1024):
+            if piece.startswith("##"):
+                continue
+            ids = tokenizer.encode(piece, add_special_tokens=False).ids
+            mean = wanted[name][ids].mean(0)
+            torch.testing.assert_close(found[name][i], mean, rtol=0, atol=1e-6, msg=piece)
+
+
+def test_pieces_are_split_as_wordpiece_splits_words() -> None:
+    ids = {piece: i for i, piece in enumerate(["un", "##able", "##a", "##b", "a", "able", "[PAD]"])}
+    assert split_piece("unable", ids) == [0, 1]
+    assert split_piece("##ab", ids) == [2, 3]
+    assert split_piece("ableb", ids) == [5, 3]
+    assert split_piece("unclear", ids) == split_piece("[PAD]", ids) == split_piece("##", ids) == []
+
+
+def test_another_order_of_pieces_takes_each_row_along(folder, prepared) -> None:
+    pieces = read_vocabulary(folder).pieces
+    model, said = start(read_config(prepared, folder), [*pieces[:5], *reversed(pieces[5:])])
+    words = weights_of(folder)["bert.embeddings.word_embeddings.weight"]
+    assert torch.equal(model.embeddings.word.weight[5:], words[5:].flip(0))
+    assert "of its vocabulary 1,024 pieces, and 0 new ones" in said
+
+
+def test_the_layout_of_bert_base_chinese_is_taken_as_it_is(prepared, vocab_dir, tmp_path) -> None:
+    """[PAD] at 0, [unused1] to [unused99], then [UNK], [CLS], [SEP] and [MASK] at 100 to 103; a
+    `vocab.txt` without a last end of line, and lower case set nowhere."""
+    unused = [f"[unused{i}]" for i in range(1, 100)]
+    ordinary = read_vocabulary(vocab_dir).pieces[5:]
+    pieces = ["[PAD]", *unused, "[UNK]", "[CLS]", "[SEP]", "[MASK]", *ordinary]
+    other = tmp_path / "vocab"
+    other.mkdir()
+    for name in TOKENIZER_FILES:
+        shutil.copy(vocab_dir / name, other)
+    (other / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    folder = save_peer(tmp_path / "in", "BertForMaskedLM", other)
+    (folder / "tokenizer.json").unlink(), (folder / "tokenizer_config.json").unlink()
+    (folder / "vocab.txt").write_text("\n".join(pieces), encoding="utf-8")
+    here = (f"init_from={folder}", "vocab.size=null", "data.objective=none")
+    prepare_here(prepared, tmp_path / "data", *here)
+    vocabulary = read_vocabulary(tmp_path / "data/vocab")
+    assert vocabulary.pieces == pieces
+    store = TokenStore.open(tmp_path / "data/store", "train", vocabulary)
+    here += (f"data_dir={tmp_path / 'data'}",)
+    config = read_config(prepared, folder, *here[1:])
+    batch = BatchSource(store, config.data, 0).batch(0, 16)
+    assert (batch.input_ids[batch.cu_seqlens[:-1]] == 101).all()
+    assert (batch.input_ids[batch.cu_seqlens[1:] - 1] == 102).all()
+    hidden = batch.input_ids[batch.masked_positions]
+    assert (hidden == 103).float().mean() > 0.6 and not (hidden < 103).any()
+    train_here(prepared, tmp_path / "run", *here, *TWO_STEPS)
+    assert asdict(load_export(tmp_path / "run/export").config)["pad_token_id"] == 0
+    tokenizer = json.loads((tmp_path / "run/export/tokenizer.json").read_text(encoding="utf-8"))
+    assert {t["content"]: t["id"] for t in tokenizer["added_tokens"]}["[MASK]"] == 103
