@@ -10,13 +10,19 @@ from pretrain.checkpoint import to_json
 class Tracker:
     """Append metrics to `run_dir/metrics.jsonl` and report them to a wandb project, if given.
 
-    Removes lines after `step`, which a resumed run writes again. An error of wandb turns it off
-    with a warning.
+    Removes lines after `step`, which a resumed run writes again, and moves damaged ones to
+    `metrics.jsonl.damaged`, with a warning. An error of wandb turns it off with a warning.
     """
 
     def __init__(self, run_dir: Path, step: int, project: str | None, config: dict):
         self.path = run_dir / "metrics.jsonl"
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        lines, damaged = sort_lines(self.path)
+        kept = [line for line in lines if line["step"] <= step]
+        if damaged:
+            aside = self.path.with_name(self.path.name + ".damaged")
+            with open(aside, "ab") as file:
+                file.writelines(line + b"\n" for line in damaged)
+            print(f"warning: {len(damaged)} damaged lines of {self.path} are now in {aside}")
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(to_json(line) + "\n" for line in kept))
         temporary.replace(self.path)
@@ -62,12 +68,22 @@ class Tracker:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the lines of a `metrics.jsonl`, without an incomplete last line of a killed run."""
-    lines = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-    return lines
+    """Read the lines of a `metrics.jsonl` that are not damaged."""
+    return sort_lines(path)[0]
+
+
+def sort_lines(path: Path) -> tuple[list[dict], list[bytes]]:
+    """Read a `metrics.jsonl`: the lines of the record, and those that are none, as they are.
+
+    What follows the last line break is neither: a killed run leaves it, and writes that line again.
+    """
+    lines, damaged = [], []
+    *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for line in whole:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        is_sound = isinstance(found, dict) and isinstance(found.get("step"), int)
+        (lines if is_sound else damaged).append(found if is_sound else line)
+    return lines, damaged

@@ -33,6 +33,7 @@ from data_pipeline.sampling.batches import BatchSource
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, ModelConfig
 from pretrain.models.bert import PretrainingModel
+from pretrain.tracking import read_metrics
 
 # ------------------------------------------------------------------------------ one gradient
 
@@ -401,6 +402,35 @@ def test_a_broken_last_line_of_metrics_is_taken_back(
         file.write('{"step": 13, "train/lo')
     train_here(prepared, tmp_path)
     assert_same_run(tmp_path, straight)
+
+
+DAMAGE = [
+    b'{"step": 4, "train/lo',  # cut short
+    b"\0" * 300,  # as a file system may leave after a power cut
+    b'{"step": 4, "train/loss": 1.\xff}',
+    b'{"stfp": 4, "train/loss": 1.5}',
+    b'{"step": null, "train/loss": 1.5}',
+    b"[4, 1.5]",
+    b"",
+]
+
+
+def test_damaged_lines_of_metrics_are_kept_aside_and_those_after_them_stay(
+    prepared: Path, straight: Path, tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    path = tmp_path / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines()
+    path.write_bytes(b"".join(line + b"\n" for line in [first, *DAMAGE, *others]))
+    assert read_metrics(path) == read_metrics(straight / "metrics.jsonl")
+    train_here(prepared, tmp_path)
+    assert_same_run(tmp_path, straight)
+    aside = tmp_path / "metrics.jsonl.damaged"
+    assert aside.read_bytes() == b"".join(line + b"\n" for line in DAMAGE)
+    assert capsys.readouterr().out.count(f"7 damaged lines of {path} are now in {aside}") == 1
+    train_here(prepared, tmp_path)
+    assert "damaged lines" not in capsys.readouterr().out
 
 
 def test_a_wandb_that_fails_does_not_stop_a_run(
