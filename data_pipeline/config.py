@@ -162,7 +162,8 @@ class PairsConfig:
     objective: str = "nsp"
     """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
     masking: str = "whole_word"
-    """What is masked together: a `whole_word`, a `span` of 1 to 10 words, or each `token` alone."""
+    """What is masked together: a `whole_word`, a `span` of 1 to 10 words as in SpanBERT, an `ngram`
+    of 1 to 3 words as in ALBERT, or each `token` alone."""
     masked_lm_prob: float = 0.15
     """Share of the ordinary tokens that are predicted."""
     mask_replace_prob: float = 0.8
@@ -177,7 +178,7 @@ class PairsConfig:
     def validate(self) -> None:
         check(self.max_seq_length >= 8, f"data.max_seq_length {self.max_seq_length} is below 8")
         check_choice("data.objective", self.objective, ("nsp", "sop", "none"))
-        check_choice("data.masking", self.masking, ("whole_word", "span", "token"))
+        check_choice("data.masking", self.masking, ("whole_word", "span", "ngram", "token"))
         shares = (self.mask_replace_prob, self.random_replace_prob)
         check(min(shares) >= 0, "data.mask_replace_prob or data.random_replace_prob is below 0")
         check(

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
 from data_pipeline.config import DataConfig, PairsConfig, check, check_choice
-from pretrain.families import FAMILIES, Family, read_hf_config, read_settings
+from pretrain.families import FAMILIES, SHARED, Family, read_hf_config, read_settings
 
 
 @dataclass
@@ -20,7 +20,7 @@ class ModelConfig:
     size."""
 
     architecture: str = "bert"
-    """Family: `bert` or `roberta`; its row in `pretrain/families.py` has defaults of its own."""
+    """Family, `bert`, `roberta` or `albert`; its row in `pretrain/families.py` has its defaults."""
     hidden_size: int = 768
     """Width D of the encoder."""
     num_hidden_layers: int = 12
@@ -47,6 +47,10 @@ class ModelConfig:
     """Id of [PAD], 0 unless `vocab.path` has it elsewhere; its embedding starts at zero."""
     position_embedding_type: str = "absolute"
     """Learned embeddings of absolute positions, BERT's."""
+    embedding_size: int | None = None
+    """Width E of the embeddings, in ALBERT; null: hidden_size."""
+    num_hidden_groups: int | None = None
+    """Sets of weights that the layers of ALBERT share; null: one for each layer."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further entries of `config.json`, which the export passes on."""
 
@@ -62,10 +66,28 @@ class ModelConfig:
     @property
     def embedding_width(self) -> int:
         """Width E of the embeddings."""
-        return self.hidden_size
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether the embeddings are mapped to the hidden size."""
+        return self.family.always_projects or self.embedding_width != self.hidden_size
 
     def validate(self) -> None:
         check_choice("model.architecture", self.architecture, tuple(FAMILIES))
+        for name, same in SHARED.items():
+            value, most = getattr(self, name), getattr(self, same)
+            check(
+                value in (None, most) or name in self.family.settings,
+                f"model.{name} is {value}, and {self.family.title} has no such setting; leave it "
+                "out, or choose another model.architecture",
+            )
+            check(value is None or value >= 1, f"model.{name} is below 1")
+        check(
+            (self.num_hidden_groups or 1) <= self.num_hidden_layers,
+            f"model.num_hidden_groups {self.num_hidden_groups} is more than the "
+            f"{self.num_hidden_layers} layers that share them",
+        )
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
             check(getattr(self, name) >= 1, f"model.{name} is below 1")
         check(

@@ -46,6 +46,8 @@ SETTINGS = (  # fields of the section `model` that every config.json has under t
     "pad_token_id",
     "position_embedding_type",
 )
+SHARED = {"embedding_size": "hidden_size", "num_hidden_groups": "num_hidden_layers"}
+"""Fields that are as another where they are null, as they have to be in a family without them."""
 WRITTEN = (  # what else an export writes into config.json, or a newer transformers into its own
     *("architectures", "model_type", "vocab_size", "tie_word_embeddings", "torch_dtype", "dtype"),
     *("transformers_version", "_name_or_path"),
@@ -79,6 +81,8 @@ class Family:
     """Fields of the section `model` that its config.json has."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the section `model` whose default is another than BERT's."""
+    always_projects: bool = False
+    """Whether embeddings are mapped to the hidden size even if they have it."""
     counts_from_pad: bool = False
     """Whether the first position is pad_token_id + 1, and not 0."""
 
@@ -135,6 +139,42 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
         defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},  # of roberta-base
         counts_from_pad=True,
     ),
+    "albert": Family(  # Lan et al. 2019, arXiv:1909.11942
+        title="ALBERT",
+        prefix="Albert",
+        encoder="albert.",
+        masked_lm="AlbertForMaskedLM",
+        pairs="AlbertForPreTraining",
+        pair_scores=("AlbertForPreTraining", "sop_logits"),
+        names={
+            "project": "albert.encoder.embedding_hidden_mapping_in",
+            "pooler": "albert.pooler",
+            "mlm.dense": "predictions.dense",
+            "mlm.norm": "predictions.LayerNorm",
+            "mlm.bias": "predictions.bias",
+            "nsp": "sop_classifier.classifier",
+        },
+        layer="encoder.albert_layer_groups.{}.albert_layers.0",
+        layer_names={
+            "attention.query": "attention.query",
+            "attention.key": "attention.key",
+            "attention.value": "attention.value",
+            "attention.out": "attention.dense",
+            "attention_norm": "attention.LayerNorm",
+            "up": "ffn",
+            "down": "ffn_output",
+            "norm": "full_layer_layer_norm",
+        },
+        settings=(*SETTINGS, "embedding_size", "num_hidden_groups"),
+        defaults={  # of albert-base-v2
+            "embedding_size": 128,
+            "num_hidden_groups": 1,
+            "hidden_act": "gelu_new",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        always_projects=True,
+    ),
 }
 
 
@@ -149,6 +189,9 @@ def hf_config(
     family = FAMILIES[model["architecture"]]
     found = dict(model["extra"]) | {name: model[name] for name in family.settings}
     found["max_position_embeddings"] += family.first_position(model["pad_token_id"])
+    for name, same in SHARED.items():
+        if name in found:
+            found[name] = found[name] or model[same]
     return found | {
         "intermediate_size": model["intermediate_size"] or 4 * model["hidden_size"],
         "architectures": [hf_class],
@@ -198,6 +241,11 @@ def check_computable(settings: Mapping[str, Any], path: Path) -> None:
         not settings.get("is_decoder"),
         f"{path}: is_decoder is true, which makes attention causal; models here read both "
         "sides, so give one without it",
+    )
+    check(
+        settings.get("inner_group_num", 1) == 1,
+        f"{path}: inner_group_num is {settings.get('inner_group_num')}, and a group has one layer "
+        "here; give a model with 1, as all published ones have",
     )
     positions = settings.get("position_embedding_type", "absolute")
     check(

@@ -34,6 +34,8 @@ MODEL = (
     "layer_norm_eps",
     "pad_token_id",
     "position_embedding_type",
+    "embedding_size",
+    "num_hidden_groups",
 )
 DATA = ("objective", "masking", "mask_replace_prob", "random_replace_prob")
 TRAIN = (

@@ -26,7 +26,12 @@ PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, m
         "Sentence-order accuracy",
     ),
 }
-MASKED_UNITS = {"whole_word": "whole words", "span": "spans of 1 to 10 words", "token": "tokens"}
+MASKED_UNITS = {
+    "whole_word": "whole words",
+    "span": "spans of 1 to 10 words",
+    "ngram": "spans of 1 to 3 words",
+    "token": "tokens",
+}
 OPTIMIZERS = {
     "adamw": "AdamW",
     "muon": "Muon for the matrices of the encoder, AdamW for the rest",

@@ -14,7 +14,7 @@ import numpy as np
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import accuracy, half_of, ranges, share_of_words
 from data_pipeline.sampling.batches import BatchSource, build_batch
-from data_pipeline.sampling.masking import LONGEST_SPAN
+from data_pipeline.sampling.masking import SPANS
 from data_pipeline.sampling.pairs import PAIR
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 
@@ -310,7 +310,7 @@ def check_results(result: dict) -> list[dict]:
     settings, coverage, masks = result["settings"], result["coverage"], result["masks"]
     objective, bound = settings["objective"], settings["max_predictions_per_seq"]
     prob, checks = settings["masked_lm_prob"], []
-    together = LONGEST_SPAN if settings["masking"] == "span" else 1  # most words per draw
+    together = len(SPANS.get(settings["masking"], "1"))  # most words per draw
 
     def check(name: str, found: str, wanted: str, holds: bool) -> None:
         checks.append({"name": name, "found": found, "wanted": wanted, "holds": bool(holds)})

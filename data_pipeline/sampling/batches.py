@@ -31,7 +31,7 @@ import torch
 
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.config import PairsConfig, check
-from data_pipeline.sampling.masking import choose_words, replace_tokens, starts_span
+from data_pipeline.sampling.masking import SPANS, choose_words, replace_tokens, starts_span
 from data_pipeline.sampling.pairs import (
     PAIR,
     SPECIALS,
@@ -383,8 +383,9 @@ def find_words(
         is_start[:-1] = store.starts_word(origins.clip(0, len(store) - 1), tokens) | ~is_text
         is_start[text_starts] = True
     start = np.flatnonzero(is_text & is_start[:-1])
-    if masking == "span":  # from here on, treat each span as one masking unit
-        is_first = starts_span(np.searchsorted(edges, start, side="right") - 1, streams)
+    if masking in SPANS:  # from here on, treat each span as one masking unit
+        segment = np.searchsorted(edges, start, side="right") - 1
+        is_first = starts_span(segment, streams, SPANS[masking])
         is_start[start[~is_first]] = False
         start = start[is_first]
     length = np.flatnonzero(is_text & is_start[1:]) - start + 1

@@ -4,7 +4,7 @@
 et al. 2018, 3.1). Words are chosen whole, but each token of a chosen word has a draw of its own, as
 in google-research/bert. With one draw per word a model would never see a half-hidden word, and a
 user's single [MASK] inside a Chinese word is one: held-out loss on such masks is 6.5 instead of 5.1
-nats. A span, though, has one draw, as in SpanBERT.
+nats. A span, though, has one draw, as in SpanBERT; an n-gram has one for each token, as in ALBERT.
 
 A word is chosen with the same probability whatever its number of tokens. The usual rule (take words
 in random order, skip those that exceed the budget) masks 16 % of short words and 12 % of long ones.
@@ -15,7 +15,10 @@ import numpy as np
 from data_pipeline.common.streams import random_below, random_u64
 
 HIGH24, LOW20 = np.uint64(0xFFFFFF << 40), np.uint64(0xFFFFF)
-SPAN_P, LONGEST_SPAN = 0.2, 10  # geometric distribution of span lengths, cut off at 10 words
+SPANS = {  # value of data.masking -> how frequent spans of 1, 2, ... words are
+    "span": 0.8 ** np.arange(10),  # geometric, SpanBERT (Joshi et al. 2019, 3.1)
+    "ngram": 1 / np.arange(1, 4),  # ALBERT (Lan et al. 2019, 4.1)
+}
 
 
 def choose_words(
@@ -78,13 +81,13 @@ def choose_words(
     return np.flatnonzero(is_chosen)
 
 
-def starts_span(segment: np.ndarray, streams: np.ndarray) -> np.ndarray:
+def starts_span(segment: np.ndarray, streams: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Divide segments into spans for span masking: bool (W,), whether each word starts a span.
 
-    Each segment becomes a row of spans of 1 to 10 words, whose lengths are drawn from a geometric
-    distribution with p = 0.2 (SpanBERT, Joshi et al. 2019, 3.1). `choose_words` then selects among
-    spans as it does among words, so that masked spans have these lengths and none crosses a [SEP].
+    Each segment becomes a row of spans of random lengths. `choose_words` then selects among spans
+    as it does among words, so that masked spans have these lengths and none crosses a [SEP].
 
+    shares: how frequent spans of 1, 2, ... words are, in any unit; a row of `SPANS`.
     segment: int64 (W,), ascending; segment of each word: 2 i is A of sequence i, 2 i + 1 is B.
     streams: uint64 (B,), random stream of each sequence.
     """
@@ -92,7 +95,7 @@ def starts_span(segment: np.ndarray, streams: np.ndarray) -> np.ndarray:
     first = np.searchsorted(segment, segment)  # first word of each word's segment
     counter = (segment % 2 + 1) * (1 << 40) + numbers - first
     draw = random_u64(streams[segment // 2], counter) >> np.uint64(11)
-    weight = np.cumsum((1 - SPAN_P) ** np.arange(LONGEST_SPAN))
+    weight = np.cumsum(shares)
     length = 1 + np.searchsorted(weight[:-1] / weight[-1], draw * 2.0**-53, side="right")
     before = np.cumsum(length) - length
     start = first + before - before[first]

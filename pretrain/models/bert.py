@@ -33,7 +33,9 @@ class PretrainingModel(nn.Module):
         size, heads = config.hidden_size, {head for one in objectives for head in one.heads}
         self.objectives = objectives
         self.embeddings = Embeddings(config, vocab_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.project = nn.Linear(config.embedding_width, size) if config.is_projected else None
+        groups = config.num_hidden_groups or config.num_hidden_layers
+        self.layers = nn.ModuleList(Layer(config) for _ in range(groups))
         self.pooler = nn.Linear(size, size) if "nsp" in heads else None
         self.mlm = MaskedLMHead(config, vocab_size)
         self.nsp = nn.Linear(size, 2) if "nsp" in heads else None
@@ -85,10 +87,11 @@ class PretrainingModel(nn.Module):
     def encode(self, batch: Batch) -> Tensor:
         """Compute the last hidden state of each token, (T, D)."""
         x = self.embeddings(batch)
-        tokens = len(x)
+        x = self.project(x) if self.project else x
+        tokens, uses = len(x), self.config.num_hidden_layers
         if x.device.type == "cpu":
             x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE))
-        for layer in self.layers:
+        for layer in (self.layers[i * len(self.layers) // uses] for i in range(uses)):
             if self.gradient_checkpointing:
                 x = checkpoint(layer, x, batch, use_reentrant=False)  # with the same dropout
             else:
@@ -138,10 +141,12 @@ class PretrainingModel(nn.Module):
         attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens
         layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
         decoder = model.embedding_width * (size + len(self.mlm.bias))
-        heads = len(batch.masked_labels) * decoder
+        others = len(batch.masked_labels) * decoder
+        if self.project:
+            others += len(batch.input_ids) * model.embedding_width * size
         if self.nsp:
-            heads += len(lengths) * size * (size + 2)
-        return 3 * 2 * (model.num_hidden_layers * layer + heads)
+            others += len(lengths) * size * (size + 2)
+        return 3 * 2 * (model.num_hidden_layers * layer + others)
 
 
 def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:

@@ -86,9 +86,12 @@ def folder(vocab_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # ---------------------------------------------------------------------------- in and out again
 
+ALBERT = {"embedding_size": 8, "num_hidden_groups": 2, "num_hidden_layers": 3}
 CLASSES = {  # transformers' class -> (data.objective, its own settings)
     "BertForPreTraining": ("nsp", {}),
     "BertForMaskedLM": ("none", {"type_vocab_size": 1}),
+    "AlbertForPreTraining": ("sop", ALBERT),
+    "AlbertForMaskedLM": ("none", ALBERT),
     "RobertaForMaskedLM": (
         "none",
         {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 65},
@@ -108,7 +111,9 @@ def test_what_is_taken_and_exported_has_the_same_bits(
     if files == "pickle":
         torch.save(wanted, tmp_path / "in/pytorch_model.bin")
         (tmp_path / "in/model.safetensors").unlink()
-    config = read_config(prepared, tmp_path / "in", f"data.objective={objective}")
+    layers = settings.get("num_hidden_layers", 2)
+    here = (f"data.objective={objective}", f"model.num_hidden_layers={layers}")
+    config = read_config(prepared, tmp_path / "in", *here)
     model, said = start(config)
     assert said == f"starts from {tmp_path / 'in'}"
     origin = {"step": 0, "vocab_sha256": "", "data_sha256": ""}

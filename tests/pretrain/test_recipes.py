@@ -72,8 +72,8 @@ def test_a_file_is_replaced_only_with_overwrite(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent"], "error: no recipe 'absent'; there are bert_base, "),
-        (["../pyproject"], "error: no recipe '../pyproject'; there are bert_base, "),
+        (["absent"], "error: no recipe 'absent'; there are albert_base, "),
+        (["../pyproject"], "error: no recipe '../pyproject'; there are albert_base, "),
         (["mini", "."], "error: . is a folder; give the name of a file, mini.yaml"),
         (["mini", "file/mini.yaml"], "error: file cannot be read or written"),
     ],

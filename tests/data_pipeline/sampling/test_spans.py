@@ -4,18 +4,19 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from data_pipeline.common.streams import random_u64
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import BatchSource
-from data_pipeline.sampling.masking import LONGEST_SPAN, SPAN_P, starts_span
+from data_pipeline.sampling.masking import SPANS, starts_span
 
 SPAN = PairsConfig(max_seq_length=64, masking="span")
+WEIGHTS = {"span": [0.8**k for k in range(10)], "ngram": [1, 1 / 2, 1 / 3]}
 
 
-def slow_starts(sizes: list[int], streams: np.ndarray) -> list[bool]:
+def slow_starts(sizes: list[int], streams: np.ndarray, weights: list[float]) -> list[bool]:
     """The rule, span after span, for segments of so many words."""
-    weights = [(1 - SPAN_P) ** k for k in range(LONGEST_SPAN)]
     out = []
     for number, size in enumerate(sizes):
         starts, place, j = [False] * size, 0, 0
@@ -32,31 +33,34 @@ def slow_starts(sizes: list[int], streams: np.ndarray) -> list[bool]:
     return out
 
 
-def test_spans_are_laid_out_as_by_hand() -> None:
+@pytest.mark.parametrize("masking", WEIGHTS)
+def test_spans_are_laid_out_as_by_hand(masking: str) -> None:
     draw = random.Random(0)
     sizes = [draw.randrange(0, 40) for _ in range(60)]
     streams = random_u64(np.uint64(1), np.arange(30))
     segment = np.repeat(np.arange(60), sizes)
-    assert starts_span(segment, streams).tolist() == slow_starts(sizes, streams)
+    found = starts_span(segment, streams, SPANS[masking])
+    assert found.tolist() == slow_starts(sizes, streams, WEIGHTS[masking])
 
 
-def test_lengths_of_spans_are_geometric() -> None:
+@pytest.mark.parametrize("masking", WEIGHTS)
+def test_lengths_of_spans_are_those_of_the_papers(masking: str) -> None:
     streams = random_u64(np.uint64(2), np.arange(500))
-    starts = starts_span(np.repeat(np.arange(1000), 200), streams)
+    starts = starts_span(np.repeat(np.arange(1000), 200), streams, SPANS[masking])
     ends = np.append(np.flatnonzero(starts)[1:], len(starts))
     # the last span of a segment may be cut: only those that end before its last ten words
     whole = np.flatnonzero(starts)
     lengths = (ends - whole)[whole % 200 < 190]
-    weights = (1 - SPAN_P) ** np.arange(LONGEST_SPAN)
+    weights = np.array(WEIGHTS[masking])
     for length, share in enumerate(weights / weights.sum(), 1):
         found = np.mean(lengths == length)
         assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / len(lengths))
-    assert lengths.max() == LONGEST_SPAN
+    assert lengths.max() == len(weights)
 
 
-def test_masked_spans_are_whole_words_of_one_segment_and_15_percent(store) -> None:
-    source = BatchSource(store, SPAN, seed=0)
-    batch = source.batch(0, 600)
+@pytest.mark.parametrize(("masking", "mean"), [("span", 2.5), ("ngram", 1.9)])
+def test_masked_spans_are_whole_words_of_one_segment_and_15_percent(store, masking, mean) -> None:
+    batch = BatchSource(store, replace(SPAN, masking=masking), seed=0).batch(0, 600)
     plain = BatchSource(store, replace(SPAN, masking="whole_word"), seed=0).batch(0, 600)
     original = plain.input_ids.clone()
     original[plain.masked_positions] = plain.masked_labels  # the same pairs, unmasked
@@ -71,7 +75,20 @@ def test_masked_spans_are_whole_words_of_one_segment_and_15_percent(store) -> No
     share = masked.sum() / (~special).sum()
     assert abs(share - 0.15) < 0.01  # 600 sequences, to within a span of 10 words each way
     runs = np.diff(np.flatnonzero(np.diff(np.concatenate([[0], masked, [0]]))))[::2]
-    assert runs.mean() > 2.5  # whole words alone: about 1.5
+    assert runs.mean() > mean  # whole words alone: about 1.5
+
+
+def test_the_tokens_of_a_span_become_mask_together_and_those_of_an_n_gram_each_for_itself(
+    store,
+) -> None:
+    for masking, together in (("span", True), ("ngram", False)):
+        data = replace(SPAN, masking=masking, mask_replace_prob=0.5, random_replace_prob=0.0)
+        batch = BatchSource(store, data, seed=0).batch(0, 300)
+        place = batch.masked_positions.numpy()
+        is_mask = (batch.input_ids == 4).numpy()[place]
+        beside = np.flatnonzero(np.diff(place) == 1)
+        alike = (is_mask[beside] == is_mask[beside + 1]).mean()
+        assert (alike > 0.8) == together and alike > 0.4
 
 
 def test_the_shares_of_mask_random_and_kept_are_parameters(store) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from data_pipeline.config import PairsConfig
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batches import Batch, BatchSource
-from pretrain.config import ModelConfig
+from pretrain.config import Config, ModelConfig
 from pretrain.families import FAMILIES, hf_config, read_hf_config
 from pretrain.models.attention import attend_padded
 from pretrain.models.bert import PretrainingModel
@@ -33,11 +34,18 @@ def config_of(architecture: str, **settings) -> ModelConfig:
     return ModelConfig(architecture=architecture, **defaults | SIZES | settings)
 
 
-PAIR_LABEL = {"BertForPreTraining": "next_sentence_label"}
+PAIR_LABEL = {
+    "BertForPreTraining": "next_sentence_label",
+    "AlbertForPreTraining": "sentence_order_label",
+}
+ALBERT = {"embedding_size": 8, "extra": {"classifier_dropout_prob": 0.0}}
 CASES = {  # name -> (config, data.objective)
     "bert without pairs": (config_of("bert"), "none"),
     "roberta": (config_of("roberta"), "none"),
     "roberta with [PAD] at 9": (config_of("roberta", pad_token_id=9), "none"),
+    "albert": (config_of("albert", **ALBERT), "sop"),
+    "albert of two groups": (config_of("albert", **ALBERT, num_hidden_groups=2), "sop"),
+    "albert without pairs": (config_of("albert", embedding_size=None), "none"),
 }
 
 
@@ -145,6 +153,9 @@ PUBLISHED = [  # family, sizes, vocabulary, parameters of the encoder with its p
     ("bert", {"num_hidden_layers": 3}, CHINESE, 38_476_800),  # hfl/rbt3
     ("bert", LARGE, 30_522, 335_141_888),  # bert-large-uncased
     ("roberta", {"pad_token_id": 1}, 50_265, 124_645_632),  # roberta-base
+    ("albert", BASE, 30_000, 11_683_584),  # albert-base-v2
+    ("albert", LARGE, 30_000, 17_683_968),  # albert-large-v2
+    ("albert", BASE, CHINESE, 10_547_968),
 ]
 
 
@@ -159,7 +170,7 @@ def test_a_family_has_as_many_parameters_as_its_published_models(
     settings = dict(FAMILIES[architecture].defaults) | sizes
     with torch.device("meta"):
         model = PretrainingModel(ModelConfig(architecture=architecture, **settings), pieces)
-    assert count(model.embeddings, model.layers, model.pooler) == wanted
+    assert count(model.embeddings, model.project, model.layers, model.pooler) == wanted
 
 
 def test_roberta_with_its_mlm_head_has_as_many_as_the_published_one() -> None:
@@ -177,4 +188,31 @@ def test_the_config_of_transformers_leads_there_and_back(case) -> None:
     config, _ = case
     config = replace(config, intermediate_size=48, extra={"classifier_dropout": 0.2})
     settings = hf_config(asdict(config), 100, config.family.masked_lm)
-    assert ModelConfig(**read_hf_config(settings, "config.json")) == config
+    found = ModelConfig(**read_hf_config(settings, "config.json"))
+    config = replace(config, embedding_size=found.embedding_size)  # null: the hidden size
+    assert found == config and found.embedding_width == config.embedding_width
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("model.architecture=xlnet",), "architecture is 'xlnet'; it can be bert, roberta"),
+        (("model.embedding_size=64",), "embedding_size is 64, and BERT has no such setting"),
+        (("model.num_hidden_groups=1",), "num_hidden_groups is 1, and BERT has no such"),
+        (("model.architecture=albert", "model.num_hidden_groups=13"), "13 is more than the 12"),
+        (("model.architecture=roberta",), "objective is nsp, and RoBERTa has no pair head"),
+    ],
+)
+def test_a_setting_that_a_family_lacks_is_refused(overrides, named, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("corpus: {builtin: python-docs}\n")
+    with pytest.raises(UserError, match=named):
+        load_config(Config, str(tmp_path / "config.yaml"), list(overrides))
+
+
+def test_a_family_has_its_own_defaults_beneath_what_a_config_gives(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "corpus: {builtin: python-docs}\nmodel: {architecture: albert, hidden_act: relu}\n"
+    )
+    model = load_config(Config, str(tmp_path / "config.yaml")).model
+    assert (model.embedding_size, model.num_hidden_groups, model.hidden_act) == (128, 1, "relu")
+    assert model.hidden_dropout_prob == 0 and model.hidden_size == 768
