@@ -28,11 +28,12 @@ def main() -> None:
     )
 
     # slow imports come after the config, so that a mistake in it shows at once
-    from data_pipeline.build.assemble import verify
     from data_pipeline.build.prepare import prepare
+    from data_pipeline.sampling.soundness import check_data
 
     if args.verify:
-        verify(Path(config.data_dir))
+        number = check_data(Path(config.data_dir), again=True)
+        print(f"store: {number:,} files are what the manifest lists")
     else:
         prepare(
             config, args.workers, cluster=args.cluster, array_task=array_task, finish=args.finish

@@ -6,7 +6,8 @@ to `pretrain.config`, which adds them to the same dataclass.
 
 import difflib
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import read_utf8
 
 MIN_VOCAB_SIZE = 16
 RENAMED = {  # key of 0.1.0 -> key of today
@@ -22,10 +24,28 @@ RENAMED = {  # key of 0.1.0 -> key of today
     "sentences": "sentence_splitter",
     "held_out": "held_out_fraction",
 }
+MOST_ITEMS = 20_000  # of a YAML file: the parser of 40,000 lists in each other overflows its stack
 PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
 WITHOUT_ACCENTS = {"en", "zh"}  # languages that lose next to nothing with their accents
 T = TypeVar("T")
+
+
+def number(default: float | None, interval: str) -> Any:
+    """Declare a number of a config, which, if it is given, lies in an interval such as "[0, 1)"."""
+    return field(default=default, metadata={"interval": interval})
+
+
+def check_numbers(section: object, key: str) -> None:
+    """Raise `UserError` unless all numbers of a section lie in their intervals."""
+    for item in fields(section):
+        value, interval = getattr(section, item.name), item.metadata.get("interval")
+        if interval and value is not None:
+            low, high = map(float, interval[1:-1].split(","))
+            within = low < value < high or (value == low and interval[0] == "[")
+            within = within or (value == high and interval[-1] == "]")
+            name = f"{key}.{item.name}".lstrip(".")
+            check(within, f"{name} {value} is not in {interval}")
 
 
 @dataclass
@@ -59,6 +79,9 @@ class SourceConfig:
     """Encoding of the files, by Python's name for it."""
     errors: str = "strict"
     """Bytes that are not text: `strict` stops and names the place, `replace` puts U+FFFD."""
+    on_bad_row: str = "stop"
+    """A row without the text that it should have: `stop` names it, `skip` leaves it out and counts
+    it; more than 1 % of a source stop in any case."""
     language: str = "en"
     """ISO 639 code, for the sentence splitter."""
     word_segmenter: str | None = None
@@ -67,7 +90,7 @@ class SourceConfig:
     sentence_splitter: str | None = None
     """Sentence splitter `str -> list[str]` by its path `package.module:function`; null:
     sentencex."""
-    weight: float = 1.0
+    weight: float = number(1.0, "(0, 1e6)")
     """Times that a training document is taken; 0.5: half of the documents, 2.5: all twice, half
     thrice."""
 
@@ -79,6 +102,7 @@ class SourceConfig:
         check(are_names, f"{key}.files is {self.files!r}; it can be a file or a list of files")
         check(self.builtin in (None, "python-docs"), f"{key}.builtin {self.builtin!r}: python-docs")
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
+        check_choice(f"{key}.on_bad_row", self.on_bad_row, ("stop", "skip"))
         is_path = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*").fullmatch
         check(
             self.word_segmenter in (None, "segmenter") or is_path(self.word_segmenter) is not None,
@@ -89,7 +113,7 @@ class SourceConfig:
             self.sentence_splitter is None or is_path(self.sentence_splitter) is not None,
             f"{key}.sentence_splitter {self.sentence_splitter!r} is not package.module:function",
         )
-        check(0 < self.weight < 1e6, f"{key}.weight {self.weight} is not in (0, 1e6)")
+        check_numbers(self, key)
         try:
             "".encode(self.encoding)
         except (LookupError, UnicodeError):
@@ -103,17 +127,16 @@ class CorpusConfig(SourceConfig):
     sources: list[SourceConfig] = field(default_factory=list)
     """Several sources in place of one, each with the fields above; the first that holds a text
     keeps it."""
+    plug_ins: list[str] = field(default_factory=list)
+    """Modules whose functions `word_segmenter` and `sentence_splitter` may name, since they run."""
     deduplicate: bool = True
     """Drop what was there before: equal documents, and equal lines of 100 characters or more."""
-    held_out_fraction: float = 0.01
+    held_out_fraction: float = number(0.01, "[0, 1)")
     """Share of documents kept from training for evaluation, chosen by a hash of their text; of a
     small corpus more, up to a fifth, so that losses can be trusted; 0: none."""
 
     def validate(self) -> None:
-        check(
-            0 <= self.held_out_fraction < 1,
-            f"corpus.held_out_fraction {self.held_out_fraction} is not in [0, 1)",
-        )
+        check_numbers(self, "corpus")
         for item in fields(SourceConfig) if self.sources else ():
             is_default = getattr(self, item.name) == item.default
             check(is_default, f"corpus.{item.name} is given beside corpus.sources; move it there")
@@ -121,6 +144,14 @@ class CorpusConfig(SourceConfig):
             source.validate(f"corpus.sources[{i}]")
         if not self.sources:
             super().validate()
+        for source in self.each_source():
+            for name in (source.word_segmenter, source.sentence_splitter):
+                module, colon, _ = (name or "").partition(":")
+                check(
+                    not colon or module in self.plug_ins,
+                    f"{name} runs code of the module {module}; if you trust it, list it: "
+                    f"corpus.plug_ins=[{module}]",
+                )
 
     def each_source(self) -> list[SourceConfig]:
         """The sources in their order; a corpus of one is its own source."""
@@ -132,9 +163,11 @@ class VocabConfig:
     path: str | None = None
     """A vocabulary that is there already, `vocab.txt` or a Hugging Face folder; null: that of
     `init_from`, or train one."""
-    size: int | None = None
-    """Pieces, special tokens included; the file is padded with [unusedN] to a multiple of 64. Null:
-    30522, or all of `path`; above the size of `path`: grow that one by pieces of the corpus."""
+    size: int | None = number(None, "[16, 1e6]")
+    """Pieces to train, special tokens included; the file is padded with [unusedN] to a multiple of
+    64. Null: 30522, or all of `path`."""
+    extend: int | None = number(None, "[1, 1e6]")
+    """Pieces of the corpus to add to those of `path` or `init_from`; null: none."""
     lowercase: bool = True
     """Lower-case the text."""
     strip_accents: bool | None = None
@@ -142,52 +175,48 @@ class VocabConfig:
     all text is English or Chinese, whose published BERTs do so, or where `path` is given."""
     handle_chinese_chars: bool = True
     """Make every Chinese character a word of its own."""
-    min_frequency: int = 2
+    min_frequency: int = number(2, "[1, 1e12]")
     """Smallest count of a pair of pieces that is still merged."""
-    character_coverage: float = 0.9999
+    character_coverage: float = number(0.9999, "(0, 1]")
     """Share of the corpus's characters that the alphabet holds; words with others become [UNK]."""
 
     def validate(self) -> None:
-        smallest = f"vocab.size {self.size} is below {MIN_VOCAB_SIZE}"
-        check(self.size is None or self.size >= MIN_VOCAB_SIZE, smallest)
-        check((self.size or 0) <= 1_000_000, f"vocab.size {self.size} is above 1,000,000")
-        check(self.min_frequency >= 1, f"vocab.min_frequency {self.min_frequency} is below 1")
-        check(0 < self.character_coverage <= 1, "vocab.character_coverage is not in (0, 1]")
+        check_numbers(self, "vocab")
+        check(
+            self.extend is None or self.size is None,
+            f"vocab.extend {self.extend} is given beside vocab.size {self.size}, which is for a "
+            "vocabulary to train; leave one out",
+        )
 
 
 @dataclass
 class PairsConfig:
-    max_seq_length: int = 128
+    max_seq_length: int = number(128, "[8, 1e6]")
     """Tokens of a sequence, [CLS] and both [SEP] included."""
     objective: str = "nsp"
     """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
     masking: str = "whole_word"
     """What is masked together: a `whole_word`, a `span` of 1 to 10 words as in SpanBERT, an `ngram`
     of 1 to 3 words as in ALBERT, or each `token` alone."""
-    masked_lm_prob: float = 0.15
+    masked_lm_prob: float = number(0.15, "(0, 1)")
     """Share of the ordinary tokens that are predicted."""
-    mask_replace_prob: float = 0.8
+    mask_replace_prob: float = number(0.8, "[0, 1]")
     """Share of the predicted words that become [MASK]."""
-    random_replace_prob: float = 0.1
+    random_replace_prob: float = number(0.1, "[0, 1]")
     """Share of the predicted words that become random pieces; the rest stay as they are."""
-    max_predictions_per_seq: int | None = None
+    max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
     """Most tokens that are predicted in a sequence; null: no bound."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: float = number(0.1, "[0, 1)")
     """Share of the sequences that aim at a random shorter length, as fine-tuning will see."""
 
     def validate(self) -> None:
-        check(self.max_seq_length >= 8, f"data.max_seq_length {self.max_seq_length} is below 8")
+        check_numbers(self, "data")
         check_choice("data.objective", self.objective, ("nsp", "sop", "none"))
         check_choice("data.masking", self.masking, ("whole_word", "span", "ngram", "token"))
         shares = (self.mask_replace_prob, self.random_replace_prob)
-        check(min(shares) >= 0, "data.mask_replace_prob or data.random_replace_prob is below 0")
         check(
             sum(shares) <= 1, f"data.mask_replace_prob and random_replace_prob sum to {sum(shares)}"
         )
-        check(0 < self.masked_lm_prob < 1, "data.masked_lm_prob is not in (0, 1)")
-        check(0 <= self.short_seq_prob < 1, "data.short_seq_prob is not in [0, 1)")
-        bound = self.max_predictions_per_seq
-        check(bound is None or bound >= 1, "data.max_predictions_per_seq is below 1")
 
 
 @dataclass
@@ -195,14 +224,13 @@ class ProbesConfig:
     minimal_pairs: Any = None
     """Files or folders of minimal pairs, BLiMP's `.jsonl` or `.tsv` of good<TAB>bad: one or a
     list."""
-    pairs_per_paradigm: int = 20
+    pairs_per_paradigm: int = number(20, "[1, 1e9]")
     """Largest number of pairs of each paradigm, so that an evaluation stays short."""
     sentences: list[str] = field(default_factory=list)
     """Sentences with a [MASK] or several, whose five likeliest fillings are recorded."""
 
     def validate(self) -> None:
-        number = self.pairs_per_paradigm
-        check(number >= 1, f"eval.probes.pairs_per_paradigm {number} is below 1")
+        check_numbers(self, "eval.probes")
         for sentence in self.sentences:
             check("[MASK]" in sentence, f"eval.probes.sentences: no [MASK] in {sentence!r}")
 
@@ -222,7 +250,7 @@ class DataConfig:
     init_from: str | None = None
     """Hugging Face folder of a model to start from, with its sizes and, unless `vocab.path` is
     given, its vocabulary; null: start from random weights."""
-    seed: int = 0
+    seed: int = number(0, "[0, 9223372036854775808)")
     """Seed of everything that is drawn."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     """Where the text comes from."""
@@ -239,9 +267,14 @@ class DataConfig:
         return {}
 
     def validate(self) -> None:
-        check(0 <= self.seed < 2**63, f"seed {self.seed} is not in [0, 2**63)")
+        check_numbers(self, "")
         for section in (self.corpus, self.vocab, self.data, self.eval.probes):
             section.validate()
+        check(
+            self.vocab.extend is None or self.vocab.path or self.init_from,
+            f"vocab.extend {self.vocab.extend} adds to a vocabulary that is there; give init_from "
+            "or vocab.path, or leave it out",
+        )
 
     def text_rules(self) -> VocabConfig:
         """The section `vocab` with `path` and `strip_accents` decided."""
@@ -273,12 +306,12 @@ def load_config(
     Raises `UserError` that names the file, the key and the nearest valid key.
     """
     try:
-        given = OmegaConf.load(path)
+        given = read_yaml(Path(path))
     except FileNotFoundError:
         raise UserError(
             f"no config at {path}; python -m pretrain configs lists the recipes"
         ) from None
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable YAML file: {error}") from None
     if not isinstance(given, DictConfig):
         raise UserError(f"{path} is not a mapping of sections; see configs/quickstart.yaml")
@@ -301,6 +334,7 @@ def load_config(
         given = OmegaConf.merge(*(layer for layer, _ in layers))
         merged = OmegaConf.merge(OmegaConf.structured(schema), schema.defaults(given), given)
         config = OmegaConf.to_object(merged)
+        check_texts(asdict(config), path)
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping
         reason, key = str(error).splitlines()[0], getattr(error, "full_key", None)
         raise UserError(f"{origin}, key {key or '?'}: {reason}") from None
@@ -309,6 +343,28 @@ def load_config(
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return config
+
+
+def read_yaml(path: Path) -> DictConfig | ListConfig:
+    """Read a YAML file; raises `UserError`, OSError, or one of the errors of YAML and OmegaConf."""
+    text = read_utf8(path, "give a YAML file")
+    items = sum(text.count(mark) for mark in ("[", "{", "- ", "? "))
+    check(items <= MOST_ITEMS, f"{path} has {items:,} items, and at most {MOST_ITEMS:,} are read")
+    try:
+        return OmegaConf.create(text)
+    except AssertionError:  # a number, for example
+        raise UserError(f"{path} is not a mapping of sections") from None
+
+
+def check_texts(value: Any, name: str) -> None:
+    """Raise `UserError` for a text with a character that no path and no file can have."""
+    if isinstance(value, dict | list):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in inner:
+            check_texts(item, f"{name}, {key}")
+    elif isinstance(value, str):
+        wrong = "\0" in value or any("\ud800" <= c <= "\udfff" for c in value)
+        check(not wrong, f"{name}: {value[:60]!r} has a NUL or half a character; take it out")
 
 
 def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -> None:

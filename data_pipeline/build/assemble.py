@@ -1,6 +1,7 @@
 """Assemble the token store from encoded shards: one file per array and split, and a manifest.
 
-The manifest holds the hashes of vocabulary and arrays, and its own; `verify` checks them all.
+The manifest holds the hashes of vocabulary and arrays, and its own; `check_data` of
+`sampling/soundness.py` compares them with the files.
 """
 
 import hashlib
@@ -11,21 +12,22 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.build.encode import SPLITS
 from data_pipeline.build.identity import hash_json
+from data_pipeline.common.arrays import save_array, write_array
 from data_pipeline.common.errors import UserError, red
 from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus.readers import FileChunk, left_out, name_source
+from data_pipeline.sampling.soundness import SPLITS, hash_manifest
 from data_pipeline.sampling.token_store import (
     ARRAYS,
     SCHEMA,
+    TOKENIZER_FILES,
     count_parts,
     find_run_edges,
     held_out_shortfall,
     load_array,
-    read_manifest,
 )
 
 SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # counts per source in a manifest
@@ -38,7 +40,7 @@ def assemble_store(
     stats: list[dict],
     sources: list[dict],
     settings: dict,
-    vocab_sha256: str,
+    vocab_dir: Path,
 ) -> dict:
     """Join the encoded shards to the token store at `store_dir`, and return its manifest.
 
@@ -48,7 +50,9 @@ def assemble_store(
     """
     corpus = hashlib.sha256("".join(s["sha256"] for s in stats).encode()).hexdigest()
     manifest = {"schema": SCHEMA, "settings": settings, "corpus_sha256": corpus}
-    manifest |= {"vocab_sha256": vocab_sha256, "sources": sources}
+    tokenizer = {name: hash_file(vocab_dir / name) for name in TOKENIZER_FILES}
+    vocab_sha256 = tokenizer["vocab.txt"]
+    manifest |= {"vocab_sha256": vocab_sha256, "vocab_files": tokenizer, "sources": sources}
     check_unfinished(store_dir)
     entries = [json.loads((shard / "entries.json").read_text()) for shard in shards]
     total = sum(entry["tokens"] for found in entries for entry in found.values())
@@ -108,20 +112,8 @@ def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
         write_array(out / "word_starts.npy", np.dtype(np.uint8), size, bits)
     if (n_parts := count_parts(totals["tokens"])) > 1:
         sentences, documents = (load_array(out / f"{name}.npy") for name in ARRAYS[1:])
-        np.save(out / "run_edges.npy", find_run_edges(sentences, documents, n_parts))
+        save_array(out / "run_edges.npy", find_run_edges(sentences, documents, n_parts))
     return totals | {"sha256": {path.name: hash_file(path) for path in sorted(out.iterdir())}}
-
-
-def write_array(path: Path, dtype: np.dtype, size: int, blocks: Iterator[np.ndarray]) -> None:
-    """Write a one-dimensional array of `size` elements to a `.npy` file, block by block.
-
-    Not through a memory map, whose pages count as memory of the process until they are on disk.
-    """
-    with open(path, "wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (size,)})
-        for block in blocks:
-            file.write(np.ascontiguousarray(block, dtype).data)
 
 
 def count_tokens(arrays: Iterator[np.ndarray], bar) -> Iterator[np.ndarray]:
@@ -183,32 +175,6 @@ def describe_sources(
         about = {"name": name_source(source), "layout": ", ".join(layouts), "weight": source.weight}
         described.append({**about, **sizes, "rejects": dict(rejects)})
     return described
-
-
-def hash_manifest(manifest: dict) -> str:
-    """Hash all fields of a manifest except the hash itself, and those not in the file."""
-    excluded = {"sha256"} | ({"schema", "data_sha256"} if "format" in manifest else set())
-    hashed = {name: value for name, value in manifest.items() if name not in excluded}
-    return hashlib.sha256(json.dumps(hashed, indent=1).encode()).hexdigest()
-
-
-def verify(data_dir: Path) -> None:
-    """Check the hash of the manifest and of every file in it; raises `UserError` if any differs."""
-    store_dir = data_dir / "store"
-    manifest = read_manifest(store_dir)
-    wanted = {data_dir / "vocab/vocab.txt": manifest["vocab_sha256"]}
-    for split in SPLITS:
-        for part in manifest[split].get("shards", [manifest[split] | {"name": ""}]):
-            for name, sha256 in part.get("sha256", {"(no hashes)": ""}).items():
-                wanted[store_dir / split / part["name"] / name] = sha256
-    bad = [] if manifest.get("sha256") == hash_manifest(manifest) else [store_dir / "manifest.json"]
-    bad += [p for p, sha256 in wanted.items() if not p.exists() or hash_file(p) != sha256]
-    if bad:
-        raise UserError(
-            f"{len(bad)} files are missing or have changed, the first {bad[0]}; delete "
-            f"{store_dir} and run python -m data_pipeline"
-        )
-    print(f"store: {len(wanted):,} files match the manifest {manifest['sha256'][:12]}")
 
 
 def print_store(manifest: dict) -> None:

@@ -8,7 +8,7 @@ and replaces its number by its token ids. So no text is read or normalised twice
 import hashlib
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
+from data_pipeline.common.arrays import append_array, save_array, write_array
 from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.config import CorpusConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk, Rejects, text_hash
 from data_pipeline.corpus.selection import Selection, read_selected
+from data_pipeline.sampling.soundness import SPLITS
 from data_pipeline.sampling.token_store import read_vocabulary
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer
 from data_pipeline.vocabulary.words import (
@@ -32,7 +34,6 @@ from data_pipeline.vocabulary.words import (
     number_words,
 )
 
-SPLITS = ("train", "held_out")
 BATCH_CHARACTERS = 1 << 17  # characters to number at once: they fit the processor's cache
 BATCH_SENTENCES = 1 << 12  # sentences to encode at once, and at most to number at once
 BATCH_WORDS = 1 << 20  # words to count or to pack the starts of at once
@@ -67,12 +68,12 @@ def scan_group(
         numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
     with atomic_folder(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
-        size, hashes = 0, []
+        size, read, hashes = 0, 0, []
         for chunk in group:
             chunk_hash = hashlib.sha256()
             for document in read_selected(chunk, source, selected.hashes, rejects):
                 data = document.encode("utf-8", "replace")
-                size += len(data)
+                size, read = size + len(data), read + 1
                 chunk_hash.update(data + b"\0")
                 number = text_hash(data)
                 held_out = number < selected.limit
@@ -85,11 +86,11 @@ def scan_group(
                     rejects.add("without words")
             hashes.append(chunk_hash.hexdigest())
         stats = {name: writer.close() for name, writer in writers.items()}
-        stats |= {"bytes": size, "rejects": rejects.causes, "sha256": "".join(hashes)}
+        stats |= {"bytes": size, "read": read, "rejects": rejects.causes, "sha256": "".join(hashes)}
         (folder / "words.txt").write_bytes(b"\n".join(index))
         for split in SPLITS:
             counts = count_words(folder / split / "words.u4", len(index))
-            np.save(folder / split / "counts.npy", counts)
+            save_array(folder / split / "counts.npy", counts)
         (folder / "stats.json").write_text(json.dumps(stats))
 
 
@@ -121,8 +122,7 @@ class WordWriter:
         sizes = np.bincount(document, minlength=len(self.sizes))
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
         for name, values in zip(SCAN_FILES, arrays, strict=False):  # units only with a segmenter
-            with open(self.folder / name, "ab") as file:
-                values.astype("<" + name[-2:], copy=False).tofile(file)
+            append_array(self.folder / name, values.astype("<" + name[-2:], copy=False))
         for name, number in (
             ("documents", np.count_nonzero(sizes)),
             ("sentences", np.count_nonzero(words)),
@@ -210,19 +210,22 @@ def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.n
         n = lengths[words[edges[a] : edges[b]]]
         offsets[a + 1 : b + 1] = np.add.reduceat(n, edges[a:b] - edges[a])
     np.cumsum(offsets, out=offsets)
-    tokens = np.lib.format.open_memmap(out / "tokens.npy", "w+", table.dtype, (int(offsets[-1]),))
-    for a, b in pairwise(bounds):
-        part = words[edges[a] : edges[b]]
-        n = lengths[part]
-        source = np.repeat(starts[part] - (np.cumsum(n, dtype=np.int32) - n), n)
-        source += np.arange(len(source), dtype=np.int32)
-        tokens[offsets[a] : offsets[b]] = table[source]
-    tokens.flush()
+
+    def encode_batches() -> Iterator[np.ndarray]:
+        for a, b in pairwise(bounds):
+            part = words[edges[a] : edges[b]]
+            n = lengths[part]
+            source = np.repeat(starts[part] - (np.cumsum(n, dtype=np.int32) - n), n)
+            source += np.arange(len(source), dtype=np.int32)
+            yield table[source]
+
+    n_tokens = int(offsets[-1])
+    write_array(out / "tokens.npy", table.dtype, n_tokens, encode_batches())
     if (scan / "units.u1").exists():
         units = np.memmap(scan / "units.u1", "?", "r")
-        write_word_starts(out / "word_starts.npy", len(tokens), words, units, lengths)
-    np.save(out / "sentence_offsets.npy", offsets)
-    np.save(out / "document_offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+        write_word_starts(out / "word_starts.npy", n_tokens, words, units, lengths)
+    save_array(out / "sentence_offsets.npy", offsets)
+    save_array(out / "document_offsets.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
 
 
 def write_word_starts(
@@ -233,17 +236,21 @@ def write_word_starts(
     words: number of each word. units: bool, whether a masking unit starts at each word.
     lengths: tokens of each word number.
     """
-    bits = np.lib.format.open_memmap(path, "w+", np.uint8, ((n_tokens + 7) // 8,))
-    first = 0
-    for i in range(0, len(words), BATCH_WORDS):
-        n = lengths[words[i : i + BATCH_WORDS]]
-        ends = first % 8 + np.cumsum(n)
-        is_start = np.zeros(ends[-1], bool)
-        is_start[(ends - n)[units[i : i + BATCH_WORDS]]] = True
-        packed = np.packbits(is_start, bitorder="little")
-        bits[first // 8 : first // 8 + len(packed)] |= packed
-        first += int(n.sum())
-    bits.flush()
+
+    def pack_batches() -> Iterator[np.ndarray]:
+        rest = np.zeros(0, bool)  # does not fill a byte yet
+        for i in range(0, len(words), BATCH_WORDS):
+            n = lengths[words[i : i + BATCH_WORDS]]
+            ends = len(rest) + np.cumsum(n)
+            is_start = np.zeros(ends[-1], bool)
+            is_start[: len(rest)] = rest
+            is_start[(ends - n)[units[i : i + BATCH_WORDS]]] = True
+            whole = len(is_start) // 8 * 8
+            yield np.packbits(is_start[:whole], bitorder="little")
+            rest = is_start[whole:]
+        yield np.packbits(rest, bitorder="little")
+
+    write_array(path, np.uint8, (n_tokens + 7) // 8, pack_batches())
 
 
 def dtype_of(vocab_size: int) -> type:

@@ -39,6 +39,7 @@ from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import (
     atomic_folder,
+    check_space,
     claim_folder,
     install_files,
     lock_folder,
@@ -47,6 +48,7 @@ from data_pipeline.common.folders import (
 from data_pipeline.common.system import count_cpus
 from data_pipeline.config import PROBES_FILE, DataConfig, to_list
 from data_pipeline.corpus.readers import (
+    BAD_ROWS,
     FileChunk,
     Rejects,
     left_out,
@@ -55,24 +57,28 @@ from data_pipeline.corpus.readers import (
     read_documents,
 )
 from data_pipeline.corpus.selection import (
+    count_bytes,
     find_earlier,
     group_chunks,
     hash_group,
     needs_selection,
     select,
 )
+from data_pipeline.sampling.soundness import CHECKED_FILE
 from data_pipeline.sampling.token_store import Vocabulary, read_manifest, read_vocabulary
 from data_pipeline.vocabulary.coverage import (
     measure_accents,
     print_report,
     report_vocabulary,
 )
-from data_pipeline.vocabulary.existing import make_vocabulary, read_existing
+from data_pipeline.vocabulary.existing import final_size, make_vocabulary, read_existing
 from data_pipeline.vocabulary.training import write_tokenizer
 from data_pipeline.vocabulary.words import load_segmenter
 
 DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
-DATA_FILES += (PROBES_FILE,)
+DATA_FILES += (PROBES_FILE, CHECKED_FILE)
+MOST_BAD = 0.01  # share of bad rows of a source that may be skipped
+DISK_SHARE = 1.5  # bytes of disk per byte of text, at least: English takes 2.1, Chinese 3.3
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 
@@ -110,6 +116,7 @@ def prepare(
         load_segmenter(source.word_segmenter)
     run = partial(run_tasks, workers=workers or count_cpus(), cluster=cluster)
     with lock_folder(work.data_dir, shared=array_task is not None):
+        check_disk(work)
         stages = [stage for stage in STAGES if not stage.is_complete(work)]
         if array_task:
             run_array_task(stages[0], work, array_task, run)
@@ -175,7 +182,8 @@ class Work:
         self.chunks, self.existing = list_file_chunks(self.corpus), read_existing(self.vocab)
         self.probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
         self.pairs = read_pairs(named, self.probes.pairs_per_paradigm) if named else []
-        self.settings = store_settings(self.corpus, config.vocab, self.chunks, self.existing)
+        vocab = replace(config.vocab, size=final_size(config.vocab, self.existing))
+        self.settings = store_settings(self.corpus, vocab, self.chunks, self.existing)
         # versions 1 and 2 divided the text among the tasks in another way
         self.name = settings_key(self.settings | {"work": 3})[:16]
         self.groups = group_chunks(self.chunks)
@@ -275,9 +283,9 @@ def plan_encoding(work: Work) -> Plan:
 def join_shards(work: Work) -> None:
     """Assemble the token store, and remove all other results."""
     sources = describe_sources(work.corpus, work.groups, work.stats, work.shards)
-    store_dir, vocab_sha256 = work.data_dir / "store", work.vocabulary.sha256
+    store_dir = work.data_dir / "store"
     manifest = assemble_store(
-        work.shards, store_dir, work.stats, sources, work.settings, vocab_sha256
+        work.shards, store_dir, work.stats, sources, work.settings, work.vocab_dir
     )
     remove_entries(work.folder, is_work)
     print_store(manifest)
@@ -361,6 +369,17 @@ def is_prepared(work: Work) -> bool:
     return (work.data_dir / "vocab/vocab.txt").exists()
 
 
+def check_disk(work: Work) -> None:
+    """Raise `UserError` if the disk lacks the space that preparation surely takes, in `data_dir`.
+
+    What is there of the work counts; a dataset's size is unknown.
+    """
+    weight = min(1.0, min(source.weight for source in work.corpus.each_source()))
+    wanted = DISK_SHARE * weight * count_bytes([c for c in work.chunks if c.version])
+    done = sum(path.stat().st_size for path in work.folder.rglob("*") if path.is_file())
+    check_space(work.data_dir, wanted - done, "preparation", "data_dir")
+
+
 def remove_others(work: Work) -> None:
     """Remove unfinished work of commands with other settings and of killed workers."""
     if work.folder.is_dir():
@@ -376,6 +395,13 @@ def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileCh
     documents = sum(s["train"]["documents"] for s in stats)
     for i, source in enumerate(config.corpus.each_source()):
         own = [s for s, group in zip(stats, groups, strict=True) if group[0].source == i]
+        bad = sum(s["rejects"].get(BAD_ROWS, 0) for s in own)
+        rows = sum(sum(s["rejects"].values()) + s["read"] for s in own)
+        if bad > MOST_BAD * rows:
+            raise UserError(
+                f"{bad:,} of {rows:,} rows of {name_source(source)} are bad, above {MOST_BAD:.0%}; "
+                "set corpus.on_bad_row=stop to see one, and correct corpus.text_field or the file"
+            )
         if sum(s["train"]["words"] + s["held_out"]["words"] for s in own) == 0:
             what = f"corpus.sources[{i}]" if config.corpus.sources else "the corpus"
             causes = sum((Counter(s["rejects"]) for s in own), Counter())

@@ -5,12 +5,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import write_file
+from data_pipeline.common.reading import read_utf8
 from data_pipeline.config import PROBES_FILE, ProbesConfig, check
 from data_pipeline.sampling.token_store import read_vocabulary
+from data_pipeline.vocabulary.existing import load_tokenizer
 
 SUFFIXES = (".jsonl", ".tsv")
 HEADERS = ("good\tbad", "sentence_good\tsentence_bad")  # a first line of a .tsv that is no pair
@@ -65,10 +65,7 @@ def list_files(names: list[str]) -> list[Path]:
 def read_file(path: Path) -> list[MinimalPair]:
     wanted = ".jsonl (BLiMP's JSON lines) and .tsv (good<TAB>bad)"
     check(path.suffix in SUFFIXES, f"{path} is neither of the formats of minimal pairs: {wanted}")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {error.start:,}; convert it") from None
+    lines = read_utf8(path, "convert it").split("\n")
     parse = parse_json if path.suffix == ".jsonl" else parse_tsv
     return [
         parse(line, path.stem, f"{path} line {number}")
@@ -80,7 +77,7 @@ def read_file(path: Path) -> list[MinimalPair]:
 def parse_json(line: str, paradigm: str, place: str) -> MinimalPair:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error}); correct it") from None
     check(isinstance(row, dict), f"{place} is not a JSON object with the keys of BLiMP")
     for key in ("sentence_good", "sentence_bad"):
@@ -109,7 +106,7 @@ def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
 
     Raises `UserError` for a text without tokens, such as one of control characters.
     """
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
     found = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     for ids, text in zip(found, texts, strict=True):
         check(len(ids) > 2, f"{text!r} has no token in this vocabulary; remove it")

@@ -1,11 +1,9 @@
 """Split documents into sentences of limited length."""
 
-import os
 import re
 from collections.abc import Callable, Iterator
-from importlib import import_module
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.plug_ins import load_plug_in
 
 MAX_CHARACTERS = 2000  # longer sentences (logs, tables, missing full stops) are cut
 LONGEST_FRAGMENT = 12  # anything with more characters counts as a sentence
@@ -21,7 +19,7 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     lines.
     """
     if plug_in:
-        return load_splitter(plug_in)
+        return load_plug_in("corpus.sentence_splitter", plug_in, find_fault)
     import sentencex
 
     def split(paragraph: str) -> list[str]:
@@ -49,27 +47,13 @@ def join_fragments(parts: list[str]) -> list[str]:
     return [*sentences[:-1], "".join(sentences[-1:]) + opening] if opening else sentences
 
 
-def load_splitter(plug_in: str) -> Callable[[str], list[str]]:
-    module, _, name = plug_in.partition(":")
-    try:
-        function = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"corpus.sentence_splitter {plug_in} cannot be imported from {os.getcwd()}: {error}"
-        ) from None
-
-    def split(paragraph: str) -> list[str]:
-        sentences = function(paragraph)
-        if isinstance(sentences, list) and all(
-            isinstance(sentence, str) and "\n" not in sentence for sentence in sentences
-        ):
-            return sentences
-        raise UserError(
-            f"corpus.sentence_splitter {plug_in} gave {str(sentences)[:80]!r} for "
-            f"{paragraph[:80]!r}; it must return a list of str without line ends"
-        )
-
-    return split
+def find_fault(paragraph: str, sentences: list[str]) -> str | None:
+    """Tell what is wrong with the sentences of a plug-in; None if nothing is."""
+    if isinstance(sentences, list) and all(
+        isinstance(sentence, str) and "\n" not in sentence for sentence in sentences
+    ):
+        return None
+    return "it must return a list of str without line ends"
 
 
 def split_sentences(document: str, split: Callable[[str], list[str]]) -> Iterator[str]:

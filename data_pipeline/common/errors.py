@@ -24,7 +24,7 @@ START_AGAIN = 75  # exit code EX_TEMPFAIL of sysexits.h: the same command goes o
 def run_command(main: Callable[[], None]) -> None:
     """Run an entry point, and report errors that the user can correct in one line.
 
-    A `UserError`, a full disk or a denied permission ends in a line on stderr and exit code 2,
+    A `UserError` and any error of the operating system end in a line on stderr and exit code 2,
     `Stopped` in a line and exit code 75.
     """
     try:
@@ -44,10 +44,8 @@ def run_command(main: Callable[[], None]) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             message = f"no space left for {error.filename or 'the output'}: free some and run the "
             message += "same command again; finished work is kept"
-        elif error.filename and isinstance(
-            error, (PermissionError, NotADirectoryError, FileExistsError)
-        ):
-            message = f"{error.filename} cannot be read or written: {error.strerror}"
+        elif error.errno:
+            message = f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
         else:
             raise
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import check_regular
 
 MARKER = ".bert-pretrain"
 NOTE = "bert-pretrain writes in this folder and replaces what it has written here.\n"
@@ -97,6 +98,20 @@ def atomic_folder(out: Path, shared: bool = False) -> Iterator[Path]:
         raise
 
 
+def check_space(folder: Path, wanted: float, what: str, key: str) -> None:
+    """Raise `UserError` unless the disk of a folder, which may not exist yet, has `wanted` bytes.
+
+    what: the work that wants them. key: config key of the folder.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < wanted:
+        raise UserError(
+            f"{what} takes at least {wanted / 1e6:,.0f} MB in {folder}, and the disk has "
+            f"{free / 1e6:,.0f} MB free; free some, or choose another {key}"
+        )
+
+
 def sync_files(folder: Path) -> None:
     """Flush the files of a folder to disk, so that a crash cannot leave a renamed folder empty."""
     for path in folder.rglob("*"):
@@ -125,7 +140,12 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
         yield
 
 
-def hash_file(path: Path) -> str:
-    """Hash a file to the SHA-256 of its bytes."""
+def hash_file(path: Path, note: Callable[[int], object] = int) -> str:
+    """Hash a regular file to the SHA-256 of its bytes; calls `note` with the size of each part."""
+    check_regular(path)
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+            note(len(block))
+    return digest.hexdigest()

@@ -4,6 +4,8 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -13,6 +15,15 @@ def count_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def machine_memory() -> int:
+    """Return the memory of this machine in bytes, or of its container if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups 2 and 1
+        with suppress(OSError, ValueError):
+            found.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(found)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -7,6 +7,7 @@ import io
 import lzma
 import os
 import re
+import zlib
 from typing import BinaryIO
 
 from data_pipeline.common.errors import UserError
@@ -89,7 +90,7 @@ def read(file: BinaryIO, size: int, path: str) -> bytes:
     """Read at most `size` bytes; raises `UserError` if they cannot be decompressed."""
     try:
         return file.read(size)
-    except (EOFError, OSError, lzma.LZMAError, ValueError) as error:
+    except (EOFError, OSError, lzma.LZMAError, zlib.error, ValueError) as error:
         raise UserError(f"{path} is damaged or not what its name says: {error}") from None
     except Exception as error:  # zstandard's own error class, without importing it here
         if type(error).__module__.startswith("zstandard") or "Zstd" in type(error).__name__:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape, glob, has_magic
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import read_json
 from data_pipeline.config import (
     CorpusConfig,
     DatasetConfig,
@@ -40,9 +42,12 @@ from data_pipeline.corpus.files import (
 
 CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
+MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
+MOST_RATIO, SURE_BYTES = 200, 1 << 26  # of unpacked to packed bytes, beyond the first 64 MB
 READ_BYTES = 1 << 17  # bytes to decode at once: they fit the processor's cache
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
+BAD_ROWS = "bad rows"  # a cause of `Rejects`
 LINE_END = re.compile(rb"\n")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 BLANK_LINES = re.compile(r"\n\s*\n")
@@ -170,11 +175,11 @@ def list_saved(folder: str) -> list[str]:
             f"{os.path.join(folder, splits[0] if splits else 'train')}"
         )
     try:
-        with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
-            names = [entry["filename"] for entry in json.load(file)["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        shape = {"_data_files": [{"filename": str}]}
+        state = read_json(Path(folder, "state.json"), shape, "")
+    except (OSError, UserError):
         return []
-    return [os.path.join(folder, name) for name in names]
+    return [os.path.join(folder, entry["filename"]) for entry in state["_data_files"]]
 
 
 def layout_by_name(path: str) -> str | None:
@@ -247,10 +252,16 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     """Yield the text of a file chunk in blocks, decoded and cleaned (see `clean_text`)."""
     decoder = codecs.getincrementaldecoder(source.encoding)(source.errors)
     position, pending = chunk.start, ""
+    most = MOST_RATIO * os.path.getsize(chunk.path) + SURE_BYTES  # of decompressed text
     with open_bytes(chunk.path) as file:
         if chunk.start:
             file.seek(chunk.start)
         while True:
+            if position > most:
+                raise UserError(
+                    f"{chunk.path} unpacks to more than {MOST_RATIO} times its size, which no text "
+                    "does; take it out of corpus.files, or unpack it if it is sound"
+                )
             wanted = READ_BYTES if chunk.end is None else min(READ_BYTES, chunk.end - position)
             block = read(file, wanted, chunk.path)
             if position == 0 and is_mostly_nul(block) and source.encoding.startswith("utf-8"):
@@ -315,12 +326,16 @@ def read_whole_lines(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     Adds a line end to the last line.
     """
     rest: list[str] = []
+    waiting = 0  # characters of a line that has not ended
     for text in read_text(chunk, source):
         end = text.rfind("\n") + 1
         if end:
             yield "".join([*rest, text[:end]])
-            rest = []
+            rest, waiting = [], 0
         rest.append(text[end:])
+        waiting += len(text) - end
+        if waiting > MOST_CHARACTERS:
+            raise too_long(chunk, "a line")
     yield "".join([*rest, "\n"])
 
 
@@ -334,16 +349,32 @@ def read_line_documents(chunk: FileChunk, source: SourceConfig) -> Iterator[str]
 
 
 def read_whole_file(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
-    yield "".join(read_text(chunk, source))
+    parts, size = [], 0
+    for text in read_text(chunk, source):
+        parts.append(text)
+        size += len(text)
+        if size > MOST_CHARACTERS:
+            raise too_long(chunk, "a document")
+    yield "".join(parts)
 
 
 def read_blank_line_documents(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
-    return filter(str.strip, split_at_blank_lines(read_whole_lines(chunk, source)))
+    return filter(str.strip, split_at_blank_lines(read_whole_lines(chunk, source), chunk))
 
 
-def split_at_blank_lines(blocks: Iterator[str]) -> Iterator[str]:
+def too_long(chunk: FileChunk, what: str) -> UserError:
+    """Build the error for a line or a document that would take much memory."""
+    return UserError(
+        f"{chunk.path} has {what} of more than {MOST_CHARACTERS:,} characters; divide it by line "
+        "ends, or set corpus.layout if its documents are divided in another way"
+    )
+
+
+def split_at_blank_lines(blocks: Iterator[str], chunk: FileChunk) -> Iterator[str]:
     document: list[str] = []
     for lines in blocks:
+        if sum(map(len, document)) > MOST_CHARACTERS:
+            raise too_long(chunk, "a document")
         first, *others = BLANK_LINES.split("\n" + lines)  # a match starts with a line end
         document.append(first[1:])
         for other in others:
@@ -361,12 +392,16 @@ def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
+            if source.on_bad_row == "skip":
+                yield None
+                continue
             where = f"{chunk.path}: JSON line {number}" + (
                 f" after byte {chunk.start}" if chunk.start else ""
             )
             raise UserError(
                 f"{where} is not an object with a text field {source.text_field!r}: {line[:80]!r}; "
-                "set corpus.text_field, or corpus.layout if these are not JSON lines"
+                "set corpus.text_field, or corpus.layout if these are not JSON lines; "
+                "corpus.on_bad_row=skip leaves out a few such rows"
             ) from None
         text = SURROGATE.sub("\ufffd", text)  # JSON can encode half a character, as \\ud83d
         yield one_document(text)
@@ -391,6 +426,9 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
         column = header.index(source.text_field)
         for row in rows:
             if not row:  # a blank line
+                continue
+            if len(row) != len(header) and source.on_bad_row == "skip":
+                yield None
                 continue
             if len(row) != len(header):
                 raise csv.Error(f"{len(row)} fields, the header has {len(header)}")
@@ -468,7 +506,7 @@ def read_builtin(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 class Reader:
     """What is known about a layout: a row of `READERS`."""
 
-    read: Callable[[FileChunk, SourceConfig], Iterator[str]]  # yields one str a document
+    read: Callable[[FileChunk, SourceConfig], Iterator[str | None]]  # yields one str a document
     suffixes: tuple[str, ...] = ()  # names of its files end so, before that of a compression
     boundary: re.Pattern | None = None  # bytes to cut a large file after; None: it is read whole
     is_costly: bool = False  # reading again takes several times as long as reading a copy
@@ -495,10 +533,14 @@ READERS = {
 def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
     """Yield the documents of a file chunk, one non-empty `str` each, with a paragraph per line.
 
+    A reader yields None for a bad row that `corpus.on_bad_row` skips.
+
     Raises `UserError` with file and byte offset for bytes that are not text.
     """
     for document in READERS[chunk.layout].read(chunk, source):
-        if document.strip():
+        if document is None:
+            rejects.add(BAD_ROWS)
+        elif document.strip():
             yield document
         else:
             rejects.add("empty")

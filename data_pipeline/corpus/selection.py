@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.common.arrays import append_array, save_array
 from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
 from data_pipeline.corpus.files import OPENERS
@@ -121,8 +122,9 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
         for kind, data in hashes.items():
             numbers = np.frombuffer(data, ">u8").astype("<u8")
             if kind == "documents":
-                np.save(folder / "characters.npy", np.array(characters)[np.argsort(numbers)])
-            np.save(folder / f"{kind}.npy", np.sort(numbers))
+                order = np.argsort(numbers)
+                save_array(folder / "characters.npy", np.array(characters)[order])
+            save_array(folder / f"{kind}.npy", np.sort(numbers))
         (folder / "rejects.json").write_text(json.dumps(rejects.causes))
 
 
@@ -175,8 +177,7 @@ def find_earlier(hashed: list[Path], out: Path) -> None:
                 parts = [distinct(between(np.load(f, mmap_mode="r"), low, high)) for f in files]
                 for i, earlier in enumerate(in_earlier(parts)):
                     if len(earlier):
-                        with open(folder / f"{i:06d}-{kind}.u8", "ab") as file:
-                            earlier.tofile(file)
+                        append_array(folder / f"{i:06d}-{kind}.u8", earlier)
 
 
 def between(hashes: np.ndarray, low: int, high: int) -> np.ndarray:

@@ -15,10 +15,12 @@ from markupsafe import Markup, escape
 from data_pipeline.common.errors import red
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, render_template
+from data_pipeline.common.reading import read_json
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig, load_config
 from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store, percent, pieces_name
 from data_pipeline.sampling.pairs import LABELS
+from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
 from data_pipeline.vocabulary.coverage import describe_accents
 
@@ -283,11 +285,13 @@ def render_page(result: dict) -> str:
 def measure(config: DataConfig) -> dict:
     """Measure everything in the report; raises `UserError` if `data_dir` is not prepared."""
     folder = Path(config.data_dir)
+    check_data(folder)
     store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
     print(f"drawing the pairs of an epoch from {len(store):,} tokens")
     result = {"data_dir": str(config.data_dir), "store": store.manifest}
     result |= audit_store(store, config.data, config.seed)
-    fit = json.loads((folder / "vocab/report.json").read_text(encoding="utf-8"))
+    shape = {"accents?": {"lost?": float, "examples?": [[str]]}}
+    fit = read_json(folder / "vocab/report.json", shape, "put a sound copy back")
     return result | {
         "accents": fit.get("accents", {}),  # stores of earlier versions did not measure it
         "checks": result["checks"] + check_held_out(store.manifest),

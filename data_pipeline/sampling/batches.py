@@ -59,16 +59,11 @@ class Batch:
     max_length: int  # tokens of the longest sequence
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy the batch to `device`, asynchronously from pinned memory; a no-op on the CPU."""
+        """Copy the batch to `device`, without waiting for it; a no-op on the CPU."""
         if device.type == "cpu":
             return self
         values = (getattr(self, item.name) for item in fields(self))
-        return Batch(
-            *(
-                v.pin_memory().to(device, non_blocking=True) if torch.is_tensor(v) else v
-                for v in values
-            )
-        )
+        return Batch(*(send(v, device) if torch.is_tensor(v) else v for v in values))
 
     def slice(self, first: int, last: int) -> "Batch":
         """Return sequences [first, last) as a batch that shares memory with this one where it
@@ -110,6 +105,14 @@ class Batch:
             rows[where] = values
             out[name] = rows
         return out
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the CPU to `device`, without waiting for the work that is queued there; a
+    no-op on the CPU."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)  # other memory would be waited for
 
 
 class BatchSource:

@@ -14,7 +14,7 @@ masks are not stored, because they are drawn anew in every epoch.
 
 import errno
 import hashlib
-import json
+import tokenize
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +22,41 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import (
+    COUNT,
+    SHA256,
+    check_regular,
+    check_shape,
+    read_file,
+    read_json,
+)
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS
 
 SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and can still be read
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 where we train them
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
+DTYPES = {"tokens": ("<u2", "<u4"), "word_starts": ("|u1",)}  # of the others: int64
+SIZES = {"tokens": COUNT, "sentences": COUNT, "documents": COUNT}
+HASHES = {str: SHA256}
+MANIFEST = {  # shape of a manifest of either schema
+    "vocab_sha256": SHA256,
+    "sha256": SHA256,
+    "data_sha256?": SHA256,
+    "vocab_files?": HASHES,
+    "settings?": {str: object},
+    "word_starts?": bool,
+    "sources": [
+        {"name": str, "layout": str, "weight": float, "rejects": {str: COUNT}, "bytes": COUNT}
+        | {"words": COUNT, **SIZES}
+    ],
+    **dict.fromkeys(
+        ("train", "held_out"),
+        SIZES
+        | {"bytes?": COUNT, "words?": COUNT, "sha256?": HASHES}
+        | {"shards?": [SIZES | {"name": str, "sha256": HASHES}]},
+    ),
+}
 PART_TOKENS = 1 << 28  # tokens per epoch part: drawing its pairs takes about 1 GB of memory
 RUNS = 256  # runs of documents per epoch part, enough to make each part a sample of the whole
 # errors that say something about the machine and nothing about the files
@@ -66,8 +96,16 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     path = folder / "vocab.txt"
     if not path.exists():
         raise UserError(f"no vocabulary at {path}; make one: python -m data_pipeline CONFIG")
-    data = path.read_bytes()
-    pieces = data.decode("utf-8").split("\n")[:-1]
+    data = read_file(path)
+    try:
+        pieces = data.decode("utf-8").split("\n")[:-1]
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is damaged: byte {error.start:,} is not UTF-8; put a sound copy back"
+        ) from None
+    lost = [piece for piece in SPECIAL_TOKENS if piece not in pieces]
+    if lost:
+        raise UserError(f"{path} is damaged: it has no {lost[0]}; put a sound copy back")
     return Vocabulary.of(pieces, hashlib.sha256(data).hexdigest())
 
 
@@ -108,14 +146,16 @@ class TokenStore:
             if manifest.get("word_starts"):
                 arrays.append(load_array(folder / split / "word_starts.npy"))
         found = (len(arrays[0]), len(arrays[1]) - 1, len(arrays[2]) - 1)
-        wanted = tuple(manifest[split][name] for name in ("tokens", "sentences", "documents"))
-        if found != wanted or len(arrays) > 3 and len(arrays[3]) != (found[0] + 7) // 8:
+        wanted = tuple(manifest[split][name] for name in SIZES)
+        ends = arrays[1][0], arrays[2][0], arrays[1][-1], arrays[2][-1]
+        fits = found == wanted and ends == (0, 0, *found[:2])
+        if not fits or len(arrays) > 3 and len(arrays[3]) != (found[0] + 7) // 8:
             raise UserError(
                 f"{folder / split} is damaged: it has {found} tokens, sentences and documents, and "
                 f"its manifest says {wanted}; delete {folder} and run python -m data_pipeline"
             )
         edges = folder / split / "run_edges.npy"
-        runs = load_array(edges) if edges.exists() else None
+        runs = load_array(edges, dimensions=2) if edges.exists() else None
         return cls(vocabulary, *arrays, run_edges=runs, manifest=manifest)
 
     def __len__(self) -> int:
@@ -234,20 +274,29 @@ def join_runs(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------- files
 
 
-def load_array(path: Path, mmap: bool = True) -> np.ndarray:
-    """Load the array in a `.npy` file; raises `UserError` if it cannot be read."""
+def load_array(path: Path, dimensions: int = 1) -> np.ndarray:
+    """Memory-map the array in a `.npy` file of a store; raises `UserError` if it cannot be read, or
+    is of another type."""
     try:
-        array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        if getattr(error, "errno", None) in RESOURCE_ERRORS:
+        check_regular(path)
+        array = np.lib.format.open_memmap(path, "r").view(np.ndarray)
+    except (OSError, ValueError, TypeError, SyntaxError, OverflowError, tokenize.TokenError) as e:
+        if getattr(e, "errno", None) in RESOURCE_ERRORS:
             raise UserError(
-                f"{path} cannot be opened ({error.strerror}); the file may well be intact: check "
+                f"{path} cannot be opened ({e.strerror}); the file may well be intact: check "
                 "the limits of this machine (ulimit -a, permissions), then run the same command"
             ) from None
         raise UserError(
-            f"{path} cannot be read ({error}); delete the store and run python -m data_pipeline"
+            f"{path} cannot be read ({e}); delete the store and run python -m data_pipeline"
         ) from None
-    return array.view(np.ndarray)
+    kind = array.dtype.str
+    fits = kind in DTYPES.get(path.stem, ("<i8",)) and array.ndim == dimensions
+    if not fits or not array.size and kind == "<i8":
+        raise UserError(
+            f"{path} is damaged: it holds {array.shape} numbers of type {kind}; delete the store "
+            "and run python -m data_pipeline"
+        )
+    return array
 
 
 def load_shards(folder: Path, shards: list[dict]) -> list[np.ndarray]:
@@ -256,11 +305,11 @@ def load_shards(folder: Path, shards: list[dict]) -> list[np.ndarray]:
         return [np.zeros(0, np.uint16), np.zeros(1, np.int64), np.zeros(1, np.int64)]
     folders = [folder / shard["name"] for shard in shards]
     tokens, sentences, documents = (
-        [load_array(path / f"{name}.npy", mmap=False) for path in folders] for name in ARRAYS
+        [load_array(path / f"{name}.npy") for path in folders] for name in ARRAYS
     )
     arrays = [np.concatenate(tokens), join_offsets(sentences), join_offsets(documents)]
     if (folders[0] / "word_starts.npy").exists():
-        bits = [load_array(path / "word_starts.npy", mmap=False) for path in folders]
+        bits = [load_array(path / "word_starts.npy") for path in folders]
         both = zip(bits, tokens, strict=True)
         flags = [np.unpackbits(b, count=len(t), bitorder="little") for b, t in both]
         arrays.append(np.packbits(np.concatenate(flags), bitorder="little"))
@@ -278,22 +327,17 @@ def read_manifest(folder: Path) -> dict:
     Raises `UserError` if there is none, or if a later version of the project wrote it.
     """
     path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"no token store at {folder}; make one: python -m data_pipeline CONFIG"
-        ) from None
-    except ValueError:
-        raise UserError(
-            f"{path} is damaged; delete {folder} and run python -m data_pipeline"
-        ) from None
+    if not path.exists():
+        raise UserError(f"no token store at {folder}; make one: python -m data_pipeline CONFIG")
+    advice = f"delete {folder} and run python -m data_pipeline"
+    manifest = read_json(path, {"schema?": COUNT, "format?": COUNT}, advice)
     schema = manifest.get("schema", manifest.get("format"))
     if schema not in (1, SCHEMA):
         raise UserError(
             f"{path} has schema {schema}, and this version reads 1 to {SCHEMA}; use the version "
             "of bert-pretrain that wrote it, or a later one"
         )
+    check_shape(manifest, MANIFEST, path, advice)
     data = manifest.get("data_sha256", manifest.get("sha256"))  # schema 1 had a single hash
     return manifest | {"schema": schema, "data_sha256": data}
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
+from data_pipeline.sampling.token_store import SPECIAL_TOKENS
 from data_pipeline.vocabulary.training import (
-    SPECIAL_TOKENS,
     WordCounts,
     build_normalizer,
     build_tokenizer,

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import MIN_VOCAB_SIZE, VocabConfig
+from data_pipeline.sampling.token_store import SPECIAL_TOKENS
 
-SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 DEFAULT_SIZE = 30522  # BERT's
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is one [UNK]
 MAX_WORDS = 1 << 22  # distinct words to count at most, in about 400 MiB
@@ -88,21 +88,22 @@ def train_wordpiece(
     begins = {word[0] for word in words}.difference(first)
     continues = {f"##{c}" for c in set().union(*(word[1:] for word in words))}.difference(first)
     pieces = first + sorted(continues) + sorted(begins)
+    name, kind = ("vocab.extend", "new") if existing else ("vocab.size", "special tokens and")
     if len(pieces) > size:
         raise UserError(
-            f"vocab.size {size} is too small: {'vocab.path' if existing else 'special tokens'} and "
-            f"single characters alone are {len(pieces)}; raise vocab.size or lower "
-            f"vocab.character_coverage"
+            f"{name} {size - len(existing)} is too small: {kind} single characters alone are "
+            f"{len(pieces) - len(existing)}; raise {name} or lower vocab.character_coverage"
         )
     model = build_tokenizer(pieces, vocab).model
     spelled = ["".join([chr(token.id) for token in model.tokenize(word)]) for word in words]
     merge_pairs(spelled, [counts[word] for word in words], pieces, size, vocab.min_frequency)
     if len(pieces) < size:
-        smaller = f"set vocab.size={len(pieces)} or less, or "
-        cure = f"{smaller if len(pieces) >= MIN_VOCAB_SIZE else ''}add text"
+        found = len(pieces) - len(existing)
+        smaller = f"set {name}={found} or less, or "
+        cure = f"{smaller if existing or found >= MIN_VOCAB_SIZE else ''}add text"
         raise UserError(
-            f"the corpus yields at most {len(pieces)} pieces ({len(counts)} distinct words), not "
-            f"vocab.size {size}; {cure}"
+            f"the corpus yields at most {found}{' new' if existing else ''} pieces ({len(counts)} "
+            f"distinct words), not {name} {size - len(existing)}; {cure}"
         )
     names = (name for i in itertools.count() if (name := f"[unused{i}]") not in existing)
     return pieces + list(itertools.islice(names, -len(pieces) % SIZE_MULTIPLE))

@@ -10,7 +10,6 @@ unit. It reads the original text, and its cuts pass through the table as special
 that they stay in place whatever characters the normaliser drops or adds.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +18,8 @@ import numpy as np
 from tokenizers import normalizers, pre_tokenizers
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.plug_ins import load_plug_in
+from data_pipeline.common.reading import clip
 from data_pipeline.common.streams import GOLDEN, mix
 
 END = b"\0"  # end of a sentence; not in any word, because control characters were removed
@@ -27,6 +28,7 @@ BETWEEN, INSIDE, ALONE = range(3)  # a byte is between words, in a word, or a wo
 SHORT = 16  # most bytes of a word that is kept in the arrays of a `WordTable`
 SLOTS = 1 << 18  # words in these arrays
 FREE = np.uint64(2**64 - 1)  # marks a free slot: cannot occur in UTF-8
+LOST = "the words of a segmenter must give the text again, with every space"
 Segmenter = Callable[[str], list[str]]
 
 
@@ -234,13 +236,16 @@ def number_units(
 
 def cut_sentence(sentence: str, segment: Segmenter) -> str:
     """Insert a `CUT` between any two words of `segment`; raises `UserError` if text is lost."""
-    out = CUT.join(segment(sentence))
+    out = CUT.join(words := segment(sentence))
     if out.replace(CUT, "") != sentence:
-        raise UserError(
-            "corpus.word_segmenter: the words of a segmenter must give the text again, with every "
-            f"space; {sentence[:40]!r} became {out.split(CUT)[:10]!r}"
-        )
+        raise UserError(f"corpus.word_segmenter: {clip(sentence)} became {clip(words)}; {LOST}")
     return out
+
+
+def find_fault(sentence: str, words: list[str]) -> str | None:
+    """Tell what is wrong with the words of a segmenter; None if nothing is."""
+    are_texts = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return None if are_texts and "".join(words) == sentence else LOST
 
 
 def load_segmenter(name: str | None) -> Segmenter | None:
@@ -258,13 +263,4 @@ def load_segmenter(name: str | None) -> Segmenter | None:
                 "corpus.word_segmenter=segmenter needs rjieba: pip install -e '.[chinese]'"
             ) from None
         return rjieba.cut
-    module, _, function = name.partition(":")
-    try:
-        segment = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"corpus.word_segmenter {name} cannot be imported: {error}") from None
-    if not callable(segment):
-        raise UserError(
-            f"corpus.word_segmenter {name} is not a function but {type(segment).__name__}"
-        )
-    return segment
+    return load_plug_in("corpus.word_segmenter", name, find_fault)

@@ -19,7 +19,6 @@ from helpers import ROOT, contents
 
 import data_pipeline.build.prepare as module
 from data_pipeline.build import workers as processes
-from data_pipeline.build.assemble import verify
 from data_pipeline.build.prepare import group_task, prepare
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
@@ -27,6 +26,7 @@ from data_pipeline.common.folders import atomic_folder, lock_folder
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.readers import FileChunk
+from data_pipeline.sampling.soundness import check_data
 
 DEADLINE = 60  # seconds that anything here may take on a busy machine
 
@@ -430,7 +430,7 @@ def test_the_manifest_holds_the_hash_of_every_file_of_the_store(finished: Path):
 def test_a_sound_store_is_verified_and_any_changed_file_is_named(finished: Path, tmp_path: Path):
     data_dir = tmp_path / "data"
     shutil.copytree(finished, data_dir)
-    verify(data_dir)
+    check_data(data_dir, again=True)
     files = [*data_dir.rglob("*.npy"), data_dir / "vocab/vocab.txt"]
     assert len(files) == 7
     for path in files:
@@ -438,16 +438,16 @@ def test_a_sound_store_is_verified_and_any_changed_file_is_named(finished: Path,
         flipped = bytearray(data)
         flipped[len(data) // 2] ^= 1
         path.write_bytes(flipped)
-        with pytest.raises(UserError, match=f"1 files are .* the first {path}"):
-            verify(data_dir)
+        with pytest.raises(UserError, match=f"^{path} is damaged or missing: not what"):
+            check_data(data_dir, again=True)
         path.unlink()
-        with pytest.raises(UserError, match=f"1 files are .* the first {path}"):
-            verify(data_dir)
+        with pytest.raises(UserError, match=f"^{path} is damaged or missing: not what"):
+            check_data(data_dir, again=True)
         path.write_bytes(data)
     manifest = data_dir / "store/manifest.json"
     manifest.write_text(manifest.read_text().replace('"tokens": ', '"tokens": 1', 1))
-    with pytest.raises(UserError, match="the first .*manifest.json"):
-        verify(data_dir)
+    with pytest.raises(UserError, match="manifest.json is damaged or missing"):
+        check_data(data_dir, again=True)
 
 
 def test_shards_of_another_vocabulary_are_not_taken_for_ours(files, finished, tmp_path: Path):

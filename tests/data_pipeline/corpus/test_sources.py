@@ -356,7 +356,7 @@ def test_another_splitter_takes_the_place_of_sentencex(tmp_path: Path, monkeypat
     split = sentence_splitter("en", "cut_at_bars:split")
     assert list(split_sentences("a.|b|\n c", split)) == ["a.", "b", " c"]
     for name in ("words", "lines"):
-        with pytest.raises(UserError, match=f"cut_at_bars:{name} gave .* for 'text'; it must"):
+        with pytest.raises(UserError, match=f"cut_at_bars:{name} gave .* for 'A first .*; it must"):
             list(split_sentences("text", sentence_splitter("en", f"cut_at_bars:{name}")))
     for path in ("absent_module:split", "cut_at_bars:absent"):
         with pytest.raises(UserError, match=f"{path} cannot be imported"):

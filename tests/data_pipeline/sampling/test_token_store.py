@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_pairs import make_store
 
-from data_pipeline.build.assemble import join_bits, verify, write_array
+from data_pipeline.build.assemble import join_bits
 from data_pipeline.build.identity import list_differences, settings_key, store_settings
 from data_pipeline.build.prepare import prepare
+from data_pipeline.common.arrays import write_array
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import MARKER
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
 from data_pipeline.sampling import token_store
 from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import (
     StoreView,
     TokenStore,
@@ -105,7 +107,7 @@ def test_a_large_store_keeps_where_its_parts_are_cut(
     data = PairsConfig(max_seq_length=32, objective="none")
     a, b = (BatchSource(s, data, 0).pairs(0) for s in (store, without))
     assert (a == b).all()
-    verify(tmp_path)
+    check_data(tmp_path, again=True)
     one_part = config_of([str(prepared / "topics.txt")], tmp_path / "one")
     monkeypatch.undo()
     prepare(one_part, workers=1)
@@ -114,13 +116,13 @@ def test_a_large_store_keeps_where_its_parts_are_cut(
     assert manifests[0]["data_sha256"] == manifests[1]["data_sha256"]  # the same text to train on
 
 
-def test_too_few_descriptors_are_no_reason_to_delete_a_store(store, monkeypatch) -> None:
+def test_too_few_descriptors_are_no_reason_to_delete_a_store(prepared, monkeypatch) -> None:
     def fail(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(np, "load", fail)
+    monkeypatch.setattr(np.lib.format, "open_memmap", fail)
     with pytest.raises(UserError, match=r"tokens\.npy cannot be opened \(Too many") as caught:
-        load_array(Path("store/train/tokens.npy"))
+        load_array(prepared / "data/store/train/tokens.npy")
     assert "delete" not in str(caught.value) and "ulimit" in str(caught.value)
 
 
@@ -137,9 +139,9 @@ def test_bits_of_shards_lie_end_to_end(sizes: list[int], seed: int) -> None:
 
 def test_an_array_in_blocks_is_the_array(tmp_path: Path) -> None:
     blocks = [np.arange(3), np.arange(0), np.arange(5)]
-    write_array(tmp_path / "a.npy", np.dtype(np.uint16), 8, iter(blocks))
-    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
-    assert load_array(tmp_path / "a.npy").dtype == np.uint16
+    write_array(tmp_path / "tokens.npy", np.dtype(np.uint16), 8, iter(blocks))
+    assert np.load(tmp_path / "tokens.npy").tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert load_array(tmp_path / "tokens.npy").dtype == np.uint16
 
 
 def test_a_view_offers_nothing_that_would_speak_of_the_whole_store() -> None:
@@ -182,12 +184,13 @@ def test_a_store_of_schema_1_is_read_as_it_was(old: Path, name: str) -> None:
     ids, masked = batch.input_ids.numpy(), batch.masked_positions.numpy()
     ids[masked] = batch.masked_labels.numpy()  # what stands in their place is drawn otherwise now
     assert hashlib.sha256(ids.tobytes() + masked.tobytes()).hexdigest() == expected["batch"]
-    verify(old / name)
+    check_data(old / name, again=True)
 
 
 def test_a_store_of_schema_1_is_known_for_the_same(old: Path, capsys) -> None:
     before = contents(old / "prepared")
-    for overrides in ([], ["data_dir=prepared_words", "corpus.word_segmenter=pair_words:split"]):
+    words = ["corpus.word_segmenter=pair_words:split", "corpus.plug_ins=[pair_words]"]
+    for overrides in ([], ["data_dir=prepared_words", *words]):
         prepare(load_config(DataConfig, "config.yaml", overrides, others=OTHERS), workers=1)
         assert "is there already" in capsys.readouterr().out
     assert {k: v for k, v in contents(old / "prepared").items() if k != MARKER} == before

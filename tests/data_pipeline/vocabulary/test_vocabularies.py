@@ -28,7 +28,7 @@ from data_pipeline.vocabulary.coverage import (
     print_report,
     report_vocabulary,
 )
-from data_pipeline.vocabulary.existing import read_existing
+from data_pipeline.vocabulary.existing import make_vocabulary, read_existing
 from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     SPECIAL_TOKENS,
@@ -242,7 +242,8 @@ ADDED = [{"id": 1000, "content": "covid"}]
         (None, {"lowercase": False}, "lowercase true, .* says false; set vocab.lowercase=true"),
         (None, {"strip_accents": False}, "set vocab.strip_accents=true"),
         (None, {"handle_chinese_chars": False}, "set vocab.handle_chinese_chars=true"),
-        (None, {"size": 100}, r"vocab.size 100 is less than the \d+ pieces"),
+        (None, {"size": 1000}, "set vocab.size=null to take them all, and vocab.extend=N to add"),
+        (None, {"size": 100}, r"vocab.size is 100, and .* has \d+ pieces"),
         (change_json("tokenizer.json", "model", "type", to="BPE"), {}, "model BPE; only BERT's"),
         (change_json("tokenizer.json", "normalizer", to=None), {}, "normaliser None"),
         (change_json("tokenizer.json", "model", "vocab", "zz", to=7777), {}, "ids are not 0 to"),
@@ -313,7 +314,7 @@ def test_an_extension_keeps_all_ids_and_merges_what_is_split(words, known, more:
 def test_an_extended_vocabulary_spells_the_corpus_in_fewer_pieces(prepared: Path, tmp_path: Path):
     folder = write_vocabulary(tmp_path / "v")
     prepare_with(prepared, tmp_path / "old", path=str(folder))
-    prepare_with(prepared, tmp_path / "new", path=str(folder), size=500)
+    prepare_with(prepared, tmp_path / "new", path=str(folder), extend=500 - len(OLD))
     old, new = (read_vocabulary(tmp_path / name / "vocab") for name in ("old", "new"))
     assert len(new) == 512 and new.pieces[: len(old)] == old.pieces
     stores = [
@@ -325,9 +326,27 @@ def test_an_extended_vocabulary_spells_the_corpus_in_fewer_pieces(prepared: Path
     assert {token["content"] for token in tokenizer["added_tokens"]} == set(SPECIAL_TOKENS)
 
 
-def test_a_size_below_the_old_pieces_and_the_new_characters_is_refused():
-    with pytest.raises(UserError, match="vocab.path and single characters alone are"):
-        train_wordpiece({"xyz": 3}, VocabConfig(size=len(GOOGLE) + 1), GOOGLE)
+def test_an_extension_by_fewer_pieces_than_new_characters_or_more_than_there_are_is_refused():
+    vocab, counts = VocabConfig(extend=1, character_coverage=1), {"éñß": 3, "ßßñ": 2}
+    with pytest.raises(UserError, match="extend 1 is too small: new single characters alone are 4"):
+        make_vocabulary(counts, vocab, GOOGLE)
+    vocab.extend = 50
+    with pytest.raises(UserError, match="at most 8 new pieces .*set vocab.extend=8 or less"):
+        make_vocabulary(counts, vocab, GOOGLE)
+    vocab.extend = 8
+    added = make_vocabulary(counts, vocab, GOOGLE)[len(GOOGLE) : len(GOOGLE) + 8]
+    assert sorted(added) == sorted("é ß ##ñ ##ß ##ñß éñß ##ßñ ßßñ".split())
+
+
+def test_an_extension_needs_a_vocabulary_and_no_size(prepared: Path):
+    for vocab, named in (
+        (VocabConfig(extend=5), "vocab.extend 5 adds to a vocabulary that is there"),
+        (VocabConfig(extend=5, size=600, path="v"), "given beside vocab.size 600"),
+        (VocabConfig(extend=0, path="v"), r"vocab.extend 0 is not in \[1, 1e6\]"),
+    ):
+        corpus = CorpusConfig(files=str(prepared / "topics.txt"))
+        with pytest.raises(UserError, match=named):
+            DataConfig(corpus=corpus, vocab=vocab).validate()
 
 
 # ---------------------------------------------------------------------------------- the report

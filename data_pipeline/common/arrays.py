@@ -1,0 +1,36 @@
+"""Write arrays to disk so that a full disk is an error with its name.
+
+Not by `ndarray.tofile` or `np.save`, whose error on a short write has no number, and not through a
+memory map, where a full disk ends the process by SIGBUS.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+
+def write_array(
+    path: Path, dtype: np.dtype | type, size: int, blocks: Iterable[np.ndarray]
+) -> None:
+    """Write a one-dimensional array of `size` elements to a `.npy` file, block by block."""
+    with open(path, "wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (size,)})
+        for block in blocks:
+            file.write(np.ascontiguousarray(block, dtype).data)
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Write an array to a `.npy` file."""
+    array = np.ascontiguousarray(array)
+    with open(path, "wb") as file:
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.data)
+
+
+def append_array(path: Path, array: np.ndarray) -> None:
+    """Append the bytes of an array to a file."""
+    with open(path, "ab") as file:
+        file.write(np.ascontiguousarray(array).data)

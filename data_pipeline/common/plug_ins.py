@@ -1,0 +1,48 @@
+"""Load a function of the user's own, which a config names, and call it with proof in hand.
+
+It runs code, so a config has to list its module in `corpus.plug_ins`, and it is called with one
+sentence before any work begins.
+"""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import clip
+
+PROOF = "A first sentence. 第二句话。"
+
+
+def load_plug_in(
+    key: str, name: str, find_fault: Callable[[str, Any], str | None]
+) -> Callable[[str], list[str]]:
+    """Load the function `package.module:function` that a config key names.
+
+    find_fault: tells from a text and what was made of it what is wrong, or None.
+    The function that is returned raises `UserError` where the plug-in fails or has a fault.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{key} {name} cannot be imported from {os.getcwd()}: {type(error).__name__}: {error}"
+        ) from None
+    if not callable(function):
+        raise UserError(f"{key} {name} is not a function but {type(function).__name__}")
+
+    def call(text: str) -> list[str]:
+        try:
+            found = function(text)
+            found = found if isinstance(found, str) else list(found)
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{key} {name} fails at {clip(text)}: {reason}") from None
+        if fault := find_fault(text, found):
+            raise UserError(f"{key} {name} gave {clip(found)} for {clip(text)}; {fault}")
+        return found
+
+    call(PROOF)
+    return call

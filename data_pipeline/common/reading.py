@@ -1,0 +1,132 @@
+"""Read small files that others may have written: regular files of bounded size, and JSON of a
+known shape.
+
+A shape says what a value of JSON has to be:
+
+    int, float, str, bool, None    of this type; a float is finite, and an int is one too
+    object    anything
+    range(9), re.compile("[a-z]+")    an integer in the range, a text that matches as a whole
+    (shape, shape)    one or the other
+    [shape]    a list of such values
+    {str: shape}    an object with any keys and such values
+    {"key": shape, "more?": shape}    an object with these keys, those with `?` perhaps missing, and
+                                      any others
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.common.errors import UserError
+
+MOST_BYTES = 1 << 27  # a tokenizer.json with a million pieces has 60 MB
+COUNT = range(1 << 62)
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def check_regular(path: Path) -> int:
+    """Return the size of a regular file in bytes; raises OSError, or `UserError` if it is a pipe or
+    a device, which may have no end."""
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is a pipe or a device; give a regular file in its place")
+    return status.st_size
+
+
+def read_file(path: Path) -> bytes:
+    """Read a small file; raises OSError, or `UserError` for a pipe, a device or a large file."""
+    if (size := check_regular(path)) > MOST_BYTES:
+        raise UserError(
+            f"{path} has {size:,} bytes, and at most {MOST_BYTES:,} are read of such a file; give "
+            "the right one"
+        )
+    with open(path, "rb") as file:
+        return file.read(MOST_BYTES)
+
+
+def read_utf8(path: Path, advice: str) -> str:
+    """Read a small text file, without a byte order mark.
+
+    advice: what the message says at the end. Raises `UserError` if it is not UTF-8.
+    """
+    try:
+        return read_file(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start:,}); {advice}") from None
+
+
+def read_json(path: Path, shape: Any, advice: str) -> Any:
+    """Read a small JSON file whose value has a shape.
+
+    advice: what the message says at the end.
+    Raises `UserError` that names the file and the place of the first fault.
+    """
+    text = read_utf8(path, advice)
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half a character, which cannot be written anywhere
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if type(error) is json.JSONDecodeError else type(error).__name__
+        raise UserError(f"{path} is damaged: it is not JSON ({reason}); {advice}") from None
+    check_shape(value, shape, path, advice)
+    return value
+
+
+def check_shape(value: Any, shape: Any, path: Path, advice: str) -> None:
+    """Raise `UserError` at the first place where the value of a JSON file has another shape."""
+    if fault := find_fault(value, shape):
+        raise UserError(f"{path} is damaged, or of another kind: {fault}; {advice}")
+
+
+def find_fault(value: Any, shape: Any, place: str = "") -> str | None:
+    """Describe where a value of JSON has another shape; None if it has this one.
+
+    place: of the value in its file, for the description.
+    """
+    if isinstance(shape, tuple):
+        faults = [find_fault(value, one, place) for one in shape]
+        return None if None in faults else faults[0]
+    if isinstance(shape, list | dict) and type(value) is type(shape):
+        inner = list_inner(value, shape, place)
+        return next(filter(None, (find_fault(*one) for one in inner)), None)
+    if shape is None:
+        fits = value is None
+    elif isinstance(shape, range):
+        fits = type(value) is int and value in shape
+    elif isinstance(shape, re.Pattern):
+        fits = isinstance(value, str) and shape.fullmatch(value) is not None
+    elif shape is float:
+        fits = type(value) is int or type(value) is float and math.isfinite(value)
+    else:
+        fits = shape in (object, type(value))
+    found = "null or missing" if value is None else clip(value)
+    return None if fits else f"{place or 'it'} is {found}"
+
+
+def list_inner(value: Any, shape: Any, place: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the values in a list or an object, each with its shape and its place; a key that is
+    missing counts as null."""
+    if isinstance(shape, list):
+        yield from ((item, shape[0], f"{place}[{i}]") for i, item in enumerate(value))
+    elif str in shape:
+        yield from ((item, shape[str], f"{place}.{key}".strip(".")) for key, item in value.items())
+    else:
+        for key, one in shape.items():
+            name = key.removesuffix("?")
+            if name in value or name == key:
+                yield value.get(name), one, f"{place}.{name}".strip(".")
+
+
+def clip(value: Any) -> str:
+    """Show the start of a value in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
