@@ -28,12 +28,11 @@ from data_pipeline.corpus.readers import (
     name_source,
     read_documents,
 )
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary
-from data_pipeline.vocabulary.existing import read_existing
+from data_pipeline.sampling.token_store import SPECIAL_TOKENS, TokenStore, Vocabulary
+from data_pipeline.vocabulary.existing import final_size, read_existing
 from data_pipeline.vocabulary.training import (
     DEFAULT_SIZE,
     SIZE_MULTIPLE,
-    SPECIAL_TOKENS,
     build_normalizer,
 )
 from data_pipeline.vocabulary.words import WordSplitter
@@ -152,10 +151,10 @@ def make_up_vocabulary(vocab: VocabConfig) -> tuple[Vocabulary, str]:
     """
     pieces = read_existing(vocab)
     origin = "vocab.path" if pieces else "vocab.size" if vocab.size else "vocab.size by default"
-    if not pieces or vocab.size not in (None, len(pieces)):
-        first, size = pieces or SPECIAL_TOKENS, vocab.size or DEFAULT_SIZE
+    if vocab.extend or not pieces:
+        first, size = pieces or SPECIAL_TOKENS, final_size(vocab, pieces) or DEFAULT_SIZE
         size += -size % SIZE_MULTIPLE
-        origin = "vocab.path and vocab.size" if pieces else origin
+        origin = "vocab.path and vocab.extend" if pieces else origin
         pieces = first + [f"{'##' * (i % CONTINUES == 0)}piece{i}" for i in range(len(first), size)]
     return Vocabulary.of(pieces), origin
 

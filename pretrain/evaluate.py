@@ -13,7 +13,8 @@ from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.agreement import agree_on_signal
-from pretrain.metrics import to_metrics
+from pretrain.loss import BINS
+from pretrain.metrics import area_under_curve, to_metrics
 from pretrain.models.bert import PretrainingModel
 from pretrain.objectives import ROW, objectives_of
 
@@ -132,6 +133,7 @@ def evaluate(
     # columns: count, sum of losses, correct, among the five highest scores
     tokens = torch.zeros(len(GROUPS), 4, dtype=torch.float64, device=device)
     others = torch.zeros(len(model.objectives) - 1, ROW, dtype=torch.float64, device=device)
+    curve = torch.zeros(2, BINS, dtype=torch.float64, device=device)
     bf16 = accelerator.mixed_precision == "bf16"
     for batch, groups, is_counted in held_out.batches:
         if agree_on_signal(accelerator):
@@ -139,12 +141,14 @@ def evaluate(
             return None
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            losses, ranks, rows = model.score(batch)
+            losses, ranks, rows, scored = model.score(batch)
         if not is_counted:
             continue
         scores = torch.stack([torch.ones_like(losses), losses, ranks == 0, ranks < 5], 1)
         tokens += groups.to(device).double() @ scores.double()
         others += rows
+        if scored is not None:
+            curve += scored
     model.train()
     tokens, others = accelerator.reduce(tokens).tolist(), accelerator.reduce(others)
     metrics = {}
@@ -164,11 +168,14 @@ def evaluate(
         metrics |= {name.removeprefix("eval/"): value for name, value in found.items()} | {
             "loss": metrics["loss"] + found["eval/loss"]
         }
+    curve = accelerator.reduce(curve)
+    if curve.any(1).all():
+        metrics["rtd_auc"] = area_under_curve(curve)
     return {f"eval/{name}": value for name, value in metrics.items()} | held_out.baselines
 
 
 def name_length(metrics: dict[str, float], length: int) -> dict[str, float]:
     """Select the losses and accuracies of an evaluation at another length than the run's own, named
     by it: `eval/mlm_loss_at_512`."""
-    kept = ("eval/mlm_loss", "eval/mlm_accuracy", "eval/nsp_accuracy")
+    kept = ("eval/mlm_loss", "eval/mlm_accuracy", "eval/nsp_accuracy", "eval/rtd_auc")
     return {f"{name}_at_{length}": metrics[name] for name in kept if name in metrics}

@@ -5,13 +5,12 @@ A family computes what transformers' classes of that `model_type` compute with t
 This needs no torch, so that a config is read fast.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import read_json
 from data_pipeline.config import check, check_choice
 
 Tensors = TypeVar("Tensors")
@@ -48,6 +47,21 @@ SETTINGS = (  # fields of the section `model` that every config.json has under t
 )
 SHARED = {"embedding_size": "hidden_size", "num_hidden_groups": "num_hidden_layers"}
 """Fields that are as another where they are null, as they have to be in a family without them."""
+NUMBER, NAME = (float, None), (str, None)
+CONFIG = {  # shape of a config.json of any family
+    **{f"{name}?": (range(1, 1 << 31), None) for name in SETTINGS if "size" in name},
+    **{f"{name}?": range(1, 1 << 31) for name in SETTINGS if name.startswith(("num_", "max_"))},
+    **{f"{name}?": NAME for name in ("model_type", "hidden_act", "position_embedding_type")},
+    **{f"{name}?": NUMBER for name in ("initializer_range", "layer_norm_eps")},
+    **{f"{name}?": NUMBER for name in SETTINGS if name.endswith("_prob")},
+    **{f"{name}?": (bool, None) for name in ("is_decoder", "tie_word_embeddings")},
+    "pad_token_id?": (range(1 << 31), None),
+    "vocab_size?": range(1, 1 << 31),
+    "embedding_size?": (range(1, 1 << 31), None),
+    "num_hidden_groups?": (range(1, 1 << 31), None),
+    "inner_group_num?": (range(1, 1 << 31), None),
+    "architectures?": ([str], None),
+}
 WRITTEN = (  # what else an export writes into config.json, or a newer transformers into its own
     *("architectures", "model_type", "vocab_size", "tie_word_embeddings", "torch_dtype", "dtype"),
     *("transformers_version", "_name_or_path"),
@@ -72,6 +86,8 @@ class Family:
     """Our parameter or module -> transformers', without the encoder's embeddings and layers."""
     pairs: str | None = None
     """transformers' class with the pair head too; None: the family has no pair head."""
+    discriminator: str | None = None
+    """transformers' class with the head for replaced tokens; None: the family has none."""
     pair_scores: tuple[str, str] = ("", "")
     """A class of transformers with the pair head, and the name of that head's scores there."""
     layer: str = "encoder.layer.{}"
@@ -175,6 +191,22 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
         },
         always_projects=True,
     ),
+    "electra": Family(  # Clark et al. 2020, arXiv:2003.10555
+        title="ELECTRA",
+        prefix="Electra",
+        encoder="electra.",
+        masked_lm="ElectraForMaskedLM",
+        discriminator="ElectraForPreTraining",
+        names={
+            "project": "electra.embeddings_project",
+            "mlm.dense": "generator_predictions.dense",
+            "mlm.norm": "generator_predictions.LayerNorm",
+            "mlm.bias": "generator_lm_head.bias",
+            "rtd.dense": "discriminator_predictions.dense",
+            "rtd.out": "discriminator_predictions.dense_prediction",
+        },
+        settings=(*SETTINGS, "embedding_size"),
+    ),
 }
 
 
@@ -204,17 +236,14 @@ def hf_config(
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read the `config.json` of a Hugging Face folder; raises `UserError` if it is damaged."""
-    path = folder / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}; export or copy it again") from None
+    return read_json(folder / "config.json", CONFIG, "export or copy it again")
 
 
 def longest_sequence(settings: Mapping[str, Any]) -> int:
-    """Read from a `config.json` how many tokens the model takes."""
+    """Read from a `config.json` how many tokens the model takes; BERT's 512 if it does not say."""
     family = FAMILIES.get(settings.get("model_type"), FAMILIES["bert"])
-    return settings["max_position_embeddings"] - family.first_position(settings["pad_token_id"])
+    first = family.first_position(settings.get("pad_token_id") or 0)
+    return settings.get("max_position_embeddings", 512) - first
 
 
 def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -5,39 +5,54 @@ Encoder and heads keep their tensors bit for bit. Rows of the vocabulary go by i
 the run may have another vocabulary, such as an extended one.
 """
 
-import json
-import pickle
 import re
 from hashlib import sha256
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
+from data_pipeline.common.reading import COUNT, read_json, read_utf8
 from data_pipeline.config import check
 from pretrain.models.bert import PretrainingModel
+from pretrain.models.electra import GENERATOR
 
+ADVICE = "put a sound copy there"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is taken
-HEADS = ("mlm.", "pooler.", "nsp.")  # a folder may lack them
+HEADS = ("mlm.", "pooler.", "nsp.", "rtd.")  # a folder may lack them
 PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
 RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
 BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
-def start_from(folder: Path, model: PretrainingModel, pieces: list[str]) -> str:
+def start_from(folder: Path, model: PretrainingModel, pieces: list[str]) -> list[str]:
     """Copy the weights of a folder into a new model of the same family.
+
+    The generator of an ELECTRA is in a folder of its own inside, or starts anew.
+    pieces: of the run's vocabulary, by id.
+    Returns lines that say what was taken. Raises `UserError` if the folder does not fit.
+    """
+    lines = []
+    for name, part in reversed(model.parts().items()):  # shared embeddings are those of the first
+        if name and not (folder / name).is_dir():
+            lines.append(f"no {folder / name}, so the {name} starts anew")
+        else:
+            lines.append(copy_weights(folder / name, part, pieces))
+    return lines[::-1]
+
+
+def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> str:
+    """Copy the weights of a folder into a model that transformers has a class for.
 
     Heads that the folder lacks stay as they are. A piece that the folder's vocabulary lacks gets
     the mean of the rows of the pieces that it was split into there, and so does its bias; a special
     piece such as [unused7] keeps its random row.
 
-    pieces: of the run's vocabulary, by id.
-    Returns a line that says what was taken. Raises `UserError` if the folder does not fit.
+    Returns a line that says what was taken.
     """
     family, state = model.config.family, model.state_dict()
     weights = to_current_names(read_weights(folder), family.encoder)
@@ -97,7 +112,7 @@ def list_weights(folder: Path) -> list[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.exists():
-            parts = json.loads(index.read_text())["weight_map"].values()
+            parts = read_json(index, {"weight_map": {str: str}}, ADVICE)["weight_map"].values()
             return [folder / Path(part).name for part in sorted(set(parts))]
     raise UserError(
         f"init_from {folder} holds neither {' nor '.join(WEIGHTS)}; give a folder of transformers' "
@@ -106,8 +121,11 @@ def list_weights(folder: Path) -> list[Path]:
 
 
 def hash_weights(folder: Path) -> str:
-    """Hash the weights of a folder; raises `UserError` if there are none."""
+    """Hash the weights of a folder, and of a generator in it; raises `UserError` if there are
+    none."""
     paths = list_weights(folder)
+    if (folder / GENERATOR).is_dir():
+        paths += list_weights(folder / GENERATOR)
     gone = [path.name for path in paths if not path.exists()]
     check(not gone, f"init_from {folder} lacks {', '.join(gone[:2])}, which its index lists")
     hashes = [hash_file(path) for path in paths]
@@ -123,9 +141,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 weights |= load_file(path)
             else:
                 weights |= torch.load(path, weights_only=True, map_location="cpu")
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        except Exception as error:  # of many kinds: somebody else wrote the file
             reason = " ".join(str(error).split())[:150]
             raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None
+    for name, value in weights.items():
+        is_sound = isinstance(value, Tensor) and value.isfinite().all()
+        check(is_sound, f"init_from {folder}: {name} is no tensor of finite numbers; {ADVICE}")
     return weights
 
 
@@ -167,10 +188,11 @@ def read_pieces(folder: Path) -> list[str] | None:
     """
     text, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
     if text.exists():
-        return text.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+        return read_utf8(text, ADVICE).removesuffix("\n").split("\n")
     if not tokenizer.exists():
         return None
-    model = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]
+    shape = {"model": {"type?": str, "vocab": ({str: COUNT}, list)}}
+    model = read_json(tokenizer, shape, ADVICE)["model"]
     kind = model.get("type", "WordPiece")
     check(kind == "WordPiece", f"{tokenizer} is {kind}; only a WordPiece vocabulary can be taken")
     return sorted(model["vocab"], key=model["vocab"].get)

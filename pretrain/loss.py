@@ -12,6 +12,7 @@ from torch import Tensor
 
 CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # float32 scores in memory at once; twice as many bf16
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 25}  # scores per softmax, so that a block fits the cache
+BINS, MOST_LOGIT = 4096, 16.0  # of a curve: scores are told apart from -16 to 16
 
 
 def linear_cross_entropy(
@@ -27,7 +28,20 @@ def linear_cross_entropy(
     count as correct). Both are 0 if M = 0. Under autocast the products use its dtype; the loss is
     at least float32. Only the loss has a gradient.
     """
-    return LinearCrossEntropy.apply(x, weight, bias, labels, torch.is_grad_enabled())
+    return cross_entropy_and_draw(x, weight, bias, labels, None)[:2]
+
+
+def cross_entropy_and_draw(
+    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, chance: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `linear_cross_entropy` does, and draw a class for each row by its softmax.
+
+    chance: (M,), uniform in [0, 1); None: draw nothing. A row's draw is the first class at which
+    the sum of the probabilities exceeds its number, so it takes one random number, where adding
+    Gumbel noise to the scores takes V, and is the same in chunks of any size.
+    Returns the two scalars and int64 (M,), 0 where nothing was drawn, without a gradient.
+    """
+    return LinearCrossEntropy.apply(x, weight, bias, labels, torch.is_grad_enabled(), chance)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -37,20 +51,26 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, needs_grad: bool):
+    def forward(ctx, x, weight, bias, labels, needs_grad: bool, chance: Tensor | None):
         loss, right = x.new_zeros((), dtype=sum_type(x)), labels.new_zeros(())
+        drawn = torch.zeros_like(labels)
         if needs_grad:
             grads = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
         for rows, few, scores, matrix in chunks(x, weight, bias):
             size = max(BLOCK.get(x.device.type, BLOCK["cuda"]) // len(weight), 1)
-            blocks = zip(scores.split(size), labels[rows, None].split(size), strict=True)
-            for block, label in blocks:
+            of_row = labels if chance is None else chance
+            columns = (scores, labels[rows, None], of_row[rows, None], drawn[rows])
+            for block, label, number, draw in zip(*(c.split(size) for c in columns), strict=True):
                 exact = block.to(sum_type(block))
                 wanted, highest = exact.gather(1, label), exact.amax(1, keepdim=True)
                 right += (wanted == highest).sum()
                 probabilities = exact.softmax(1)
                 rest = probabilities.amax(1, keepdim=True).log()  # the label's could be log 0
                 loss += (highest - rest - wanted).sum()
+                if chance is not None:
+                    sums = probabilities.cumsum(1)
+                    first = torch.searchsorted(sums, number * sums[:, -1:], right=True)
+                    draw.copy_(first[:, 0].clamp_(max=len(weight) - 1))
                 if needs_grad:  # gradient of the scores: softmax - one-hot
                     block.copy_(probabilities.scatter_add_(1, label, -torch.ones_like(wanted)))
                     grads[2].add_(probabilities.sum(0))
@@ -59,13 +79,13 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grads[1].add_(scores.t() @ few)
         if needs_grad:
             ctx.grads = grads
-        ctx.mark_non_differentiable(right)
-        return loss, right
+        ctx.mark_non_differentiable(right, drawn)
+        return loss, right, drawn
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor, _):
+    def backward(ctx, grad_loss: Tensor, *_):
         grads, ctx.grads = ctx.grads, None
-        return *(grad.mul_(grad_loss) for grad in grads), None, None
+        return *(grad.mul_(grad_loss) for grad in grads), None, None, None
 
 
 def score_labels(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,3 +133,25 @@ def next_sentence_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     return loss, (logits.argmax(-1) == labels).sum()
+
+
+def replaced_token_loss(logits: Tensor, is_replaced: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the summed binary cross-entropy of tokens and count the correct predictions.
+
+    logits: (T,), above 0 for a token that looks replaced. is_replaced: bool (T,).
+    Returns two scalars: the loss in nats and the count.
+    """
+    wanted = is_replaced.float()
+    loss = F.binary_cross_entropy_with_logits(logits.float(), wanted, reduction="sum")
+    return loss, ((logits > 0) == is_replaced).sum()
+
+
+def count_scores(logits: Tensor, is_replaced: Tensor) -> Tensor:
+    """Count how many tokens score how high, for `metrics.area_under_curve`.
+
+    logits: (T,). is_replaced: bool (T,).
+    Returns float64 (2, BINS), of original and of replaced tokens.
+    """
+    share = (logits.float() / MOST_LOGIT).clamp(-1, 1) / 2 + 0.5
+    bins = (share * (BINS - 1)).long() + BINS * is_replaced
+    return bins.bincount(minlength=2 * BINS).view(2, BINS).double()

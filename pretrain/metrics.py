@@ -32,6 +32,16 @@ def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]
     return {f"{prefix}/{name}": value for name, value in (metrics | {"loss": total}).items()}
 
 
+def area_under_curve(counts: Tensor) -> float:
+    """Compute how often a replaced token scores higher than an original one, where 0.5 is guessing.
+
+    counts: (2, BINS), as `loss.count_scores` returns; ties count half. NaN if either has no token.
+    """
+    original, replaced = counts.double()
+    lower = original.cumsum(0) - original / 2
+    return float((lower * replaced).sum() / (original.sum() * replaced.sum()))
+
+
 def compiled_graphs() -> int:
     """Count the graphs that torch.compile has built in this process.
 

@@ -25,7 +25,7 @@ from data_pipeline.sampling.baselines import (
 )
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
-from pretrain.loss import linear_cross_entropy, next_sentence_loss
+from pretrain.loss import cross_entropy_and_draw, next_sentence_loss, replaced_token_loss
 
 MOST_COMPARED = 200_000  # pairs whose words are compared
 ROW = 3  # sum of losses in nats, number of correct predictions, number of labels
@@ -48,10 +48,20 @@ class MaskedLM:
         hidden: (T, D), last hidden state of each token.
         Returns float32 (ROW,).
         """
+        return self.measure_and_draw(model, hidden, batch, None)[0]
+
+    def measure_and_draw(
+        self, model: nn.Module, hidden: Tensor, batch: Batch, chance: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the row of a batch, and draw a token for each mask by its probability.
+
+        chance: (M,), uniform in [0, 1); None: draw nothing.
+        Returns float32 (ROW,) and int64 (M,).
+        """
         x = model.mlm(hidden.index_select(0, batch.masked_positions))  # (M, D)
         weight, bias = model.embeddings.word.weight, model.mlm.bias
-        loss, right = linear_cross_entropy(x, weight, bias, batch.masked_labels)
-        return row(loss, right, self.count(batch))
+        *sums, drawn = cross_entropy_and_draw(x, weight, bias, batch.masked_labels, chance)
+        return row(*sums, self.count(batch)), drawn
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
         """Compute the loss (nats) and accuracy of a model that knows only token frequencies."""
@@ -119,6 +129,39 @@ class BagOfWords:
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
         return {}  # those of MLM
+
+
+@dataclass(frozen=True)
+class ReplacedTokens:
+    """Tell for each token whether a generator put it there (Clark et al. 2020, section 2).
+
+    A loss of all tokens is small beside that of masked ones, hence the paper's weight.
+    """
+
+    name: ClassVar[str] = "rtd"
+    heads: ClassVar[tuple[str, ...]] = ("rtd",)
+    weight: float = 50.0
+
+    def count(self, batch: Batch) -> int:
+        return len(batch.input_ids)
+
+    def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        """Compute the row of a batch whose masks are filled, as `MaskedLM.measure` does."""
+        return self.measure_logits(model.rtd(hidden), batch)
+
+    def measure_logits(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Compute the row of a batch from the scores of its tokens, (T,)."""
+        return row(*replaced_token_loss(logits, find_replaced(batch)), self.count(batch))
+
+    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
+        return {}  # what a guess reaches depends on the generator
+
+
+def find_replaced(batch: Batch) -> Tensor:
+    """Tell for each token of a batch whose masks are filled whether it is another than the
+    original, bool (T,)."""
+    original = batch.input_ids.index_copy(0, batch.masked_positions, batch.masked_labels)
+    return batch.input_ids != original
 
 
 def row(loss: Tensor, right: Tensor, count: int) -> Tensor:

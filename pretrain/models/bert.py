@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens in total, M masked positions, D hidden size, E emb
 vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,12 +17,41 @@ from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig
 from pretrain.loss import score_labels
 from pretrain.models.cpu import TOKEN_MULTIPLE
-from pretrain.models.layers import Embeddings, Layer, MaskedLMHead
+from pretrain.models.layers import Embeddings, Layer, MaskedLMHead, ReplacedTokenHead
 from pretrain.objectives import ROW, objectives_of
 
+MOST_EPS = 1e-10  # of a LayerNorm that any size of embeddings leaves alone
 
-class PretrainingModel(nn.Module):
-    """An encoder with the heads that its objectives ask for: MLM, and pooler and pair head.
+
+class Encoder(nn.Module):
+    """The layers of a model, and the projection of its embeddings to their width."""
+
+    def __init__(self, config: ModelConfig, embeddings: Embeddings | None = None):
+        super().__init__()
+        size, groups = config.hidden_size, config.num_hidden_groups or config.num_hidden_layers
+        self.config = config
+        self.embeddings = embeddings  # None: those of another model
+        self.project = nn.Linear(config.embedding_width, size) if config.is_projected else None
+        self.layers = nn.ModuleList(Layer(config) for _ in range(groups))
+        self.gradient_checkpointing = False  # saves memory, costs compute
+
+    def transform(self, x: Tensor, batch: Batch) -> Tensor:
+        """Compute the last hidden state of each token from its embedding: (T, E) -> (T, D)."""
+        x = self.project(x) if self.project else x
+        tokens, uses = len(x), self.config.num_hidden_layers
+        if x.device.type == "cpu":
+            x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE))
+        for layer in (self.layers[i * len(self.layers) // uses] for i in range(uses)):
+            if self.gradient_checkpointing:
+                x = checkpoint(layer, x, batch, use_reentrant=False)  # with the same dropout
+            else:
+                x = layer(x, batch)
+        return x[:tokens]
+
+
+class PretrainingModel(Encoder):
+    """An encoder with its embeddings and the heads that its objectives ask for: MLM, pooler and
+    pair head, replaced tokens.
 
     Label 0 of a pair means that B follows A, 1 that it does not.
     """
@@ -29,18 +59,13 @@ class PretrainingModel(nn.Module):
     def __init__(
         self, config: ModelConfig, vocab_size: int, objectives: tuple = objectives_of("nsp")
     ):
-        super().__init__()
+        super().__init__(config, Embeddings(config, vocab_size))
         size, heads = config.hidden_size, {head for one in objectives for head in one.heads}
         self.objectives = objectives
-        self.embeddings = Embeddings(config, vocab_size)
-        self.project = nn.Linear(config.embedding_width, size) if config.is_projected else None
-        groups = config.num_hidden_groups or config.num_hidden_layers
-        self.layers = nn.ModuleList(Layer(config) for _ in range(groups))
         self.pooler = nn.Linear(size, size) if "nsp" in heads else None
-        self.mlm = MaskedLMHead(config, vocab_size)
+        self.mlm = MaskedLMHead(config, vocab_size) if "mlm" in heads else None
         self.nsp = nn.Linear(size, 2) if "nsp" in heads else None
-        self.config = config
-        self.gradient_checkpointing = False  # saves memory, costs compute
+        self.rtd = ReplacedTokenHead(config) if "rtd" in heads else None
         self.apply(self.initialize)
         with torch.no_grad():
             self.embeddings.word.weight[config.pad_token_id].zero_()
@@ -77,26 +102,34 @@ class PretrainingModel(nn.Module):
     @property
     def hf_class(self) -> str:
         """The class of transformers with the same heads."""
-        return self.config.family.pairs if self.nsp else self.config.family.masked_lm
+        family = self.config.family
+        if self.rtd:
+            return family.discriminator
+        return family.pairs if self.nsp else family.masked_lm
 
-    def compile_layers(self, backend: str = "inductor") -> None:
+    @property
+    def vocab_size(self) -> int:
+        return self.embeddings.word.num_embeddings
+
+    def all_layers(self) -> list[nn.Module]:
+        """List the layers, each of which is compiled, sharded and optimized as a unit."""
+        return list(self.layers)
+
+    def parts(self) -> dict[str, "PretrainingModel"]:
+        """Name the folder of each model that transformers makes of this one; "" is the export."""
+        return {"": self}
+
+    def compile_layers(self, backend: str | Callable = "inductor") -> None:
         """Compile the layers; one dynamic graph serves all of them and any number of tokens."""
-        for layer in self.layers:
+        # DDP would cut each layer in two at its buckets of 25 MB, to reduce gradients a little
+        # earlier: the layers are small enough to be reduced one by one
+        torch._dynamo.config.optimize_ddp = False
+        for layer in self.all_layers():
             layer.compile(dynamic=True, backend=backend)
 
     def encode(self, batch: Batch) -> Tensor:
         """Compute the last hidden state of each token, (T, D)."""
-        x = self.embeddings(batch)
-        x = self.project(x) if self.project else x
-        tokens, uses = len(x), self.config.num_hidden_layers
-        if x.device.type == "cpu":
-            x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE))
-        for layer in (self.layers[i * len(self.layers) // uses] for i in range(uses)):
-            if self.gradient_checkpointing:
-                x = checkpoint(layer, x, batch, use_reentrant=False)  # with the same dropout
-            else:
-                x = layer(x, batch)
-        return x[:tokens]
+        return self.transform(self.embeddings(batch), batch)
 
     def pair_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Compute the NSP logits from the hidden states (T, D) of [CLS] tokens, (B, 2)."""
@@ -109,24 +142,36 @@ class PretrainingModel(nn.Module):
         return torch.stack([one.measure(self, hidden, batch) for one in self.objectives])
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute what the evaluation needs of a batch.
 
         Returns MLM losses in nats, float32 (M,); ranks of the labels (the number of tokens that
-        score higher), int64 (M,); and the rows of all objectives but MLM.
+        score higher), int64 (M,); the rows of all objectives but MLM; and the `count_scores` of
+        replaced tokens, where the model has them.
         """
         hidden = self.encode(batch)
         x = self.mlm(hidden.index_select(0, batch.masked_positions))  # (M, D)
         scores = score_labels(x, self.embeddings.word.weight, self.mlm.bias, batch.masked_labels)
         rows = [one.measure(self, hidden, batch) for one in self.objectives[1:]]
-        return *scores, torch.stack(rows) if rows else hidden.new_zeros(0, ROW)
+        return *scores, torch.stack(rows) if rows else hidden.new_zeros(0, ROW), None
 
     def logits(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Compute the MLM logits (M, V) and, with that head, the NSP logits (B, 2)."""
-        hidden = self.encode(batch)
+        """Compute the logits of each head: MLM (M, V), pairs (B, 2), replaced tokens (T,)."""
+        hidden, found = self.encode(batch), ()
+        if self.mlm:
+            found += (self.mlm_logits(hidden, batch),)
+        if self.nsp:
+            found += (self.pair_logits(hidden, batch),)
+        return (*found, self.rtd(hidden)) if self.rtd else found
+
+    def replaced_logits(self, batch: Batch) -> Tensor:
+        """Compute how replaced each token looks, (T,); above 0: more likely than not."""
+        return self.rtd(self.encode(batch))
+
+    def mlm_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Compute the MLM logits from the hidden states (T, D), (M, V)."""
         x = self.mlm(hidden.index_select(0, batch.masked_positions))
-        mlm = F.linear(x, self.embeddings.word.weight, self.mlm.bias)
-        return (mlm, self.pair_logits(hidden, batch)) if self.nsp else (mlm,)
+        return F.linear(x, self.embeddings.word.weight, self.mlm.bias)
 
     def count_flops(self, batch: Batch) -> int:
         """Count the floating-point operations of a forward and backward pass on a batch.
@@ -135,18 +180,25 @@ class PretrainingModel(nn.Module):
         pass. Counts the matrix products on real tokens, masked positions and pairs; neither padding
         nor dropout, norms, activations and the bag of words.
         """
-        model = self.config
-        size, inner = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
-        lengths = batch.cu_seqlens.diff()
-        attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens
-        layer = len(batch.input_ids) * (4 * size * size + 2 * size * inner) + attention
-        decoder = model.embedding_width * (size + len(self.mlm.bias))
-        others = len(batch.masked_labels) * decoder
-        if self.project:
-            others += len(batch.input_ids) * model.embedding_width * size
-        if self.nsp:
-            others += len(lengths) * size * (size + 2)
-        return 3 * 2 * (model.num_hidden_layers * layer + others)
+        heads = {head for one in self.objectives for head in one.heads}
+        return 3 * 2 * count_products(self.config, self.vocab_size, heads, batch)
+
+
+def count_products(config: ModelConfig, vocab_size: int, heads: set[str], batch: Batch) -> int:
+    """Count the multiplications of the matrix products of a forward pass, with their additions."""
+    size, width = config.hidden_size, config.embedding_width
+    inner = config.intermediate_size or 4 * size
+    tokens, lengths = len(batch.input_ids), batch.cu_seqlens.diff()
+    attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens in a sequence
+    layer = tokens * (4 * size * size + 2 * size * inner) + attention
+    found = config.num_hidden_layers * layer + config.is_projected * tokens * width * size
+    if "mlm" in heads:
+        found += len(batch.masked_labels) * width * (size + vocab_size)
+    if "nsp" in heads:
+        found += len(lengths) * size * (size + 2)
+    if "rtd" in heads:
+        found += tokens * size * (size + 1)
+    return found
 
 
 def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:
@@ -156,3 +208,27 @@ def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:
     rows = table[torch.cat([torch.arange(first), rows])]
     model.embeddings.position = nn.Embedding.from_pretrained(rows, freeze=False)
     model.config = replace(model.config, max_position_embeddings=size)
+
+
+@torch.no_grad()
+def settle_embeddings(model: PretrainingModel) -> None:
+    """Centre the embeddings and give them the size of random ones, with the same predictions.
+
+    Adam moves the embeddings of all rare tokens in one direction, which after a long run is most of
+    their length. Nothing sees it: a softmax ignores what all its scores share, and what all tokens
+    share at the input can as well be in the token types. Their size is as free: the norms that
+    follow at the input and precede at the output undo it. Fine-tuning sees both, since the size of
+    its updates is the learning rate: embeddings of eight times the size hardly move.
+    """
+    embeddings, config = model.embeddings, model.config
+    words = embeddings.word.weight
+    mean = words.mean(0)
+    words -= mean
+    embeddings.token_type.weight += mean
+    if config.layer_norm_eps > MOST_EPS:  # it would weigh more beside smaller embeddings
+        return
+    scale = config.initializer_range / words.square().mean().sqrt()
+    for table in (embeddings.word, embeddings.position, embeddings.token_type):
+        table.weight *= scale
+    model.mlm.norm.weight /= scale
+    model.mlm.norm.bias /= scale

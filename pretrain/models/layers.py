@@ -82,6 +82,19 @@ class Layer(nn.Module):
         return self.norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # (T, D)
 
 
+class ReplacedTokenHead(nn.Module):
+    """Score each token, above 0 if it looks replaced: (T, D) -> (T,)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, 1)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.activation(self.dense(x)))[:, 0]  # (T,)
+
+
 class MaskedLMHead(nn.Module):
     """Transform the hidden states of masked positions for the decoder: (M, D) -> (M, E).
 

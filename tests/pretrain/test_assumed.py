@@ -235,9 +235,9 @@ def test_a_vocabulary_that_is_there_is_taken_as_it_is(prepared, tmp_path, no_tri
     found = table_of(capsys.readouterr().out)
     assert "106 pieces (vocab.path)" in found["assumed"]
     assert numbers(found["parameters"])[1] == (106 + 512 + 2 + 2) * 32
-    grown = config_of(prepared, tmp_path, given[0], "vocab.size=200")
+    grown = config_of(prepared, tmp_path, *given, "vocab.extend=94")
     vocabulary, origin = make_up_vocabulary(grown.vocab)
-    assert (len(vocabulary), origin) == (256, "vocab.path and vocab.size")
+    assert (len(vocabulary), origin) == (256, "vocab.path and vocab.extend")
     assert vocabulary.pieces[:106] == pieces
 
 

@@ -125,7 +125,7 @@ def test_ranks_and_losses_are_those_of_all_scores_at_once_whatever_the_chunk(
     model = build_model(store).eval()
     batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 6)
     monkeypatch.setitem(loss.CHUNK, "cpu", 7 * len(store.vocabulary))
-    losses, ranks, (pairs,) = model.score(batch)
+    losses, ranks, (pairs,), none = model.score(batch)
     scores, nsp_scores = model.logits(batch)
     wanted = F.cross_entropy(scores, batch.masked_labels, reduction="none")
     torch.testing.assert_close(losses, wanted)

@@ -19,10 +19,11 @@ from data_pipeline.config import DataConfig, load_config
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
 from pretrain.config import Config
-from pretrain.export import export, load_export
+from pretrain.export import export
 from pretrain.init_from import hash_weights, split_piece, start_from
 from pretrain.models.bert import PretrainingModel
-from pretrain.objectives import objectives_of
+from pretrain.models.build import model_of
+from pretrain.read_export import load_export
 
 SIZES = {
     "hidden_size": 32,
@@ -67,8 +68,8 @@ def start(config: Config, pieces: list[str] | None = None) -> tuple[PretrainingM
     folder = Path(config.init_from)
     pieces = pieces or read_vocabulary(folder).pieces
     torch.manual_seed(0)
-    model = PretrainingModel(config.model, len(pieces), objectives_of(config.data.objective))
-    return model, start_from(folder, model, pieces)
+    model = model_of(config.model, len(pieces), config.data.objective)
+    return model, "\n".join(start_from(folder, model, pieces))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,7 @@ ALBERT = {"embedding_size": 8, "num_hidden_groups": 2, "num_hidden_layers": 3}
 CLASSES = {  # transformers' class -> (data.objective, its own settings)
     "BertForPreTraining": ("nsp", {}),
     "BertForMaskedLM": ("none", {"type_vocab_size": 1}),
+    "ElectraForPreTraining": ("none", {"embedding_size": 8}),
     "AlbertForPreTraining": ("sop", ALBERT),
     "AlbertForMaskedLM": ("none", ALBERT),
     "RobertaForMaskedLM": (
@@ -115,13 +117,32 @@ def test_what_is_taken_and_exported_has_the_same_bits(
     here = (f"data.objective={objective}", f"model.num_hidden_layers={layers}")
     config = read_config(prepared, tmp_path / "in", *here)
     model, said = start(config)
-    assert said == f"starts from {tmp_path / 'in'}"
+    assert said.partition("\n")[0] == f"starts from {tmp_path / 'in'}"
     origin = {"step": 0, "vocab_sha256": "", "data_sha256": ""}
-    export(model, vocab_dir, tmp_path / "out", "", origin)
+    export(model.parts()[""], vocab_dir, tmp_path / "out", "", origin)
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert (len(list((tmp_path / "in").glob("*.safetensors"))) > 3) == (files == "shards")
+
+
+def test_the_generator_of_an_electra_is_in_a_folder_of_its_own(
+    prepared, vocab_dir, tmp_path
+) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 64}
+    save_peer(tmp_path / "in", "ElectraForPreTraining", vocab_dir, embedding_size=8)
+    generator = tmp_path / "in/generator"
+    save_peer(generator, "ElectraForMaskedLM", vocab_dir, embedding_size=8, **sizes)
+    config = read_config(prepared, tmp_path / "in", "data.objective=none")
+    assert config.model.generator_size == 0.5
+    model, said = start(config)
+    assert said == f"starts from {tmp_path / 'in'}\nstarts from {generator}"
+    found, wanted = model.parts()["generator"], weights_of(generator)
+    wanted |= {n: t for n, t in weights_of(tmp_path / "in").items() if ".embeddings." in n}
+    for name, tensor in config.model.family.to_hf(found.state_dict()).items():
+        assert torch.equal(tensor, wanted[name]), name  # shared embeddings are the discriminator's
+    train_here(prepared, tmp_path / "run", f"init_from={tmp_path / 'in'}", "data.objective=none")
+    assert load_export(tmp_path / "run/export").config.generator_size == 0.5
 
 
 def test_further_entries_of_the_config_pass_to_the_export(
@@ -288,7 +309,7 @@ def prepare_here(root: Path, data_dir: Path, *overrides: str) -> None:
 def test_an_extended_vocabulary_gets_the_means_of_what_it_was_split_into(
     folder, prepared, tmp_path, capsys
 ) -> None:
-    here = (f"init_from={folder}", "vocab.size=1100")
+    here = (f"init_from={folder}", "vocab.size=null", "vocab.extend=76")
     prepare_here(prepared, tmp_path / "data", *here)
     old, new = read_vocabulary(folder), read_vocabulary(tmp_path / "data/vocab")
     assert new.pieces[:1024] == old.pieces and len(new) == 1152  # a multiple of 64

@@ -17,8 +17,8 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, PhaseConfig, phase_at, phases_of
 from pretrain.evaluate import HeldOut, evaluate
-from pretrain.export import load_export
 from pretrain.optim import learning_rate
+from pretrain.read_export import load_export
 from pretrain.run_setup import build_sources
 from pretrain.train import dropout_seed, read_steps
 
@@ -233,7 +233,7 @@ def test_the_card_of_the_export_names_the_phases(straight: Path) -> None:
     "phases, message",
     [
         ("[{steps: 8}, {steps: 8}]", "phases add up to 16, and train.max_steps is 12; give shares"),
-        ("[{}]", r"train.phases\[0\].steps 0 is not above 0"),
+        ("[{}]", r"train.phases\[0\].steps 0.0 is not in"),
         ("[{steps: 12, lenght: 3}]", r"unknown key train.phases\[0\].lenght"),
         ("{steps: 12}", "train.phases is not a list of phases"),
         ("[{steps: 8}, {steps: 4, warmup_steps: 1}]", r"phases\[1\].warmup_steps is given without"),
@@ -257,8 +257,8 @@ def test_the_card_of_the_export_names_the_phases(straight: Path) -> None:
             "[{steps: 8}, {steps: 4.5}]",
             r"train.phases\[1\].steps 4.5 is neither steps nor a share",
         ),
-        ("[{steps: 12, masked_lm_prob: 1}]", r"train.phases\[0\]: data.masked_lm_prob is not in"),
-        ("[{steps: 12, learning_rate: 0}]", r"train.phases\[0\]: train.learning_rate is not a"),
+        ("[{steps: 12, masked_lm_prob: 1}]", r"train.phases\[0\].masked_lm_prob 1.0 is not in"),
+        ("[{steps: 12, learning_rate: 0}]", r"train.phases\[0\].learning_rate 0.0 is not in"),
     ],
 )
 def test_phases_that_cannot_be_are_refused_by_name(prepared: Path, phases, message) -> None:

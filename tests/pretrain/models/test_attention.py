@@ -1,12 +1,23 @@
-"""Attention in groups is attention, padding and all, and dropout drops as often as it should."""
+"""Attention in groups, and by the kernel of a GPU, is attention, padding and all, and dropout drops
+as often as it should."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from card import register_kernels
+from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from pretrain.models import cpu
+from data_pipeline.config import load_config
+from data_pipeline.sampling.batches import Batch
+from pretrain.config import Config, ModelConfig
+from pretrain.models import attention, cpu
+from pretrain.models.attention import attend, attend_padded, attend_varlen, has_varlen
+from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import LENGTH_MULTIPLE, AttendGroups, Dropout, dropout_noise, lay_out
 
 LENGTHS = (3, 9, 5, 9, 8, 1)
@@ -77,6 +88,149 @@ def test_the_gradient_of_attention_with_dropout_is_that_of_finite_differences() 
 
     assert not torch.allclose(attend(qkv), plain(qkv))
     assert torch.autograd.gradcheck(attend, qkv)
+
+
+# --------------------------------------------------------------------------- the path of a GPU
+
+VOCABULARY = 40
+SMALL = ModelConfig(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=200,
+    hidden_dropout_prob=0.1,
+    attention_probs_dropout_prob=0.1,
+)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch) -> Iterator[torch.device]:
+    """A GPU, and a CPU that takes its path by reference kernels."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    library = register_kernels()
+    monkeypatch.setattr("pretrain.models.layers.attend", attend_varlen)
+    monkeypatch.setattr("pretrain.models.bert.TOKEN_MULTIPLE", 1)
+    monkeypatch.setattr(Dropout, "forward", nn.Dropout.forward)
+    yield torch.device(request.param)
+    library._destroy()
+
+
+def batch_of(*lengths: int) -> Batch:
+    """Sequences of these lengths, with every fifth token masked."""
+    cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    position = torch.arange(len(sequence)) - cu_seqlens[sequence]
+    ids = torch.randint(5, VOCABULARY, position.shape)
+    masked = torch.arange(0, len(ids), 5)
+    labels = ids[masked], torch.arange(len(lengths)) % 2
+    return Batch(
+        ids, position % 2, position, sequence, cu_seqlens, masked, *labels, max_length=max(lengths)
+    )
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.detach().double().cpu() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+@pytest.mark.parametrize("lengths", [(3, 9, 5, 9, 8, 1), (130, 7, 200, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_of_a_gpu_is_attention_in_float64(device, dtype, lengths) -> None:
+    torch.manual_seed(0)
+    batch, exact = batch_of(*lengths), torch.randn(sum(lengths), 3, 2, 16, dtype=torch.float64)
+    qkv, exact = exact.to(device, dtype, copy=True).requires_grad_(), exact.requires_grad_()
+    found, wanted = attend_varlen(qkv, batch.to(device), 0.0), attend_padded(exact, batch, 0.0)
+    what = torch.randn_like(wanted)
+    (a,), (b,) = (
+        torch.autograd.grad(found, qkv, what.to(found)),
+        torch.autograd.grad(wanted, exact, what),
+    )
+    assert relative_error(found, wanted) < 1e-2 and relative_error(a, b) < 1e-2
+
+
+def test_dropout_of_the_kernel_is_of_the_seed_and_keeps_the_mean(device) -> None:
+    torch.manual_seed(0)
+    batch, draws = batch_of(3, 9, 5, 40), []
+    qkv = torch.randn(57, 3, 2, 16).to(device, torch.bfloat16).requires_grad_()
+    batch = batch.to(device)
+    what = torch.randn(57, 2, 16).to(qkv)
+
+    def draw(seed: int, dropout: float) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(seed)
+        out = attend_varlen(qkv, batch, dropout)
+        return out.detach().double(), torch.autograd.grad(out, qkv, what)[0].double()
+
+    assert all(map(torch.equal, draw(1, 0.2), draw(1, 0.2)))
+    assert not torch.equal(draw(1, 0.2)[0], draw(2, 0.2)[0])
+    draws = [draw(seed, 0.2) for seed in range(200)]
+    for found, wanted in zip(zip(*draws, strict=True), draw(0, 0.0), strict=True):
+        mean, one = torch.stack(found).mean(0), found[0]
+        # the error of a mean of 200 is a fourteenth of that of one
+        assert (mean - wanted).norm() < (one - wanted).norm() / 10
+
+
+def test_compiled_layers_with_dropout_are_one_graph_to_train_and_one_to_evaluate(device) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    plain = PretrainingModel(SMALL, VOCABULARY).to(device)
+    compiled = PretrainingModel(SMALL, VOCABULARY).to(device)
+    compiled.load_state_dict(plain.state_dict())
+    compiled.compile_layers(backend="aot_eager")
+    for lengths in ((9, 30, 4), (11, 3), (150, 20, 7, 7)):
+        batch, found = batch_of(*lengths).to(device), []
+        for model in (plain, compiled):
+            model.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast(device.type, torch.bfloat16):
+                losses = model(batch)[:, 0]
+            losses.sum().backward()
+            found.append((losses.detach(), *(p.grad for p in model.parameters())))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        with torch.autocast(device.type, torch.bfloat16):
+            compiled.eval().score(batch_of(5, 17, len(lengths)).to(device))
+        compiled.train()
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradient_checkpointing_draws_the_same_dropout_in_the_kernel(device, is_compiled) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, grads = PretrainingModel(SMALL, VOCABULARY).to(device), []
+    if is_compiled:
+        model.compile_layers(backend="aot_eager")
+    for model.gradient_checkpointing in (False, True):
+        torch.manual_seed(1)
+        with torch.autocast(device.type, torch.bfloat16):
+            model(batch_of(9, 30, 4).to(device))[:, 0].sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    assert all(map(torch.equal, *grads))
+
+
+def test_only_float32_and_odd_heads_are_padded_on_a_gpu(monkeypatch) -> None:
+    taken = []
+    for path in ("varlen", "padded"):
+        monkeypatch.setattr(attention, f"attend_{path}", lambda *_, path=path: taken.append(path))
+    gpu, turing = (9, 0), (7, 5)
+    for capability, dtype, size in (
+        *((gpu, torch.bfloat16, 64), (gpu, torch.float16, 128), (gpu, torch.float32, 64)),
+        *((gpu, torch.bfloat16, 20), (gpu, torch.bfloat16, 256), (turing, torch.float16, 64)),
+    ):
+        monkeypatch.setattr(attention, "gpu_capability", lambda capability=capability: capability)
+        attend(torch.empty(7, 3, 2, size, dtype=dtype, device="meta"), None, 0.1)
+    assert taken == ["varlen"] * 2 + ["padded"] * 4
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_takes_the_kernel_of_a_gpu(recipe) -> None:
+    model = load_config(Config, str(recipe)).model
+    size = model.hidden_size // model.num_attention_heads
+    assert has_varlen(torch.bfloat16, size, (8, 0))
 
 
 # ---------------------------------------------------------------------------------- dropout

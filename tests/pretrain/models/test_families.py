@@ -2,20 +2,27 @@
 
 import os
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batches import Batch, BatchSource
+from pretrain import probes
 from pretrain.config import Config, ModelConfig
 from pretrain.families import FAMILIES, hf_config, read_hf_config
+from pretrain.loss import cross_entropy_and_draw, linear_cross_entropy
+from pretrain.metrics import area_under_curve
 from pretrain.models.attention import attend_padded
-from pretrain.models.bert import PretrainingModel
+from pretrain.models.bert import PretrainingModel, settle_embeddings
+from pretrain.models.electra import Electra, draw_chance
 from pretrain.objectives import objectives_of
 
 SIZES = {
@@ -26,6 +33,15 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
     "max_position_embeddings": 64,
 }
+
+
+CHINESE = 21_128
+BASE, LARGE = {}, {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+SMALL_ELECTRA = {"embedding_size": 128, "hidden_size": 256, "num_attention_heads": 4}
+
+
+def count(*modules: nn.Module | None) -> int:
+    return sum(p.numel() for module in modules if module for p in module.parameters())
 
 
 def config_of(architecture: str, **settings) -> ModelConfig:
@@ -68,13 +84,13 @@ def build_peer(model: PretrainingModel) -> nn.Module:
     """transformers' model with the same weights."""
     import transformers
 
-    settings = hf_config(asdict(model.config), len(model.mlm.bias), model.hf_class)
+    settings = hf_config(asdict(model.config), model.vocab_size, model.hf_class)
     peer = getattr(transformers, model.hf_class)
     peer = peer(peer.config_class(**settings))
     peer.tie_weights()
     weights = model.config.family.to_hf(model.state_dict())
     missing, unexpected = peer.load_state_dict(weights, strict=False)
-    assert set(missing) <= set(peer._tied_weights_keys) and not unexpected
+    assert set(missing) <= set(peer._tied_weights_keys or ()) and not unexpected
     return peer.train()
 
 
@@ -144,10 +160,174 @@ def test_the_path_of_a_gpu_and_gradient_checkpointing_change_nothing(
         assert_close(parameter.grad, wanted[name], name)
 
 
+# ------------------------------------------------------------------------------------- ELECTRA
+
+ELECTRA = config_of("electra", embedding_size=24, generator_size=0.5)
+
+
+@pytest.fixture
+def electra(vocabulary) -> Electra:
+    """A model whose every parameter counts."""
+    torch.manual_seed(0)
+    model = Electra(ELECTRA, len(vocabulary))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+@pytest.fixture
+def filled(electra, store) -> tuple[Batch, Batch, torch.Tensor]:
+    """A batch, the same with its masks filled as the model will fill them, and what was replaced
+    in each of its tokens."""
+    batch = batch_of(store, "none")
+    chance = draw_chance(batch)
+    p = electra.logits(batch)[0].softmax(-1).double()
+    drawn = (p.cumsum(-1) > chance[:, None]).int().argmax(-1)
+    labels = batch.masked_labels.clone()
+    labels[::3] = drawn[::3]  # draws that are right
+    batch = replace(batch, masked_labels=labels)
+    ids = batch.input_ids.clone()
+    ids[batch.masked_positions] = drawn
+    original = batch.input_ids.clone()
+    original[batch.masked_positions] = batch.masked_labels
+    assert (drawn == labels).sum() < len(drawn) / 2
+    return batch, replace(batch, input_ids=ids), ids != original
+
+
+def test_both_models_of_an_electra_are_those_of_transformers(electra, filled) -> None:
+    """Logits, losses and gradients, which the shared embeddings get from both."""
+    batch, corrupted, is_replaced = filled
+    parts = electra.parts()
+    one, other = build_peer(parts[""]), build_peer(parts["generator"])
+    assert type(one).__name__ == "ElectraForPreTraining"
+    assert type(other).__name__ == "ElectraForMaskedLM"
+    masked, whole = batch.padded(), corrupted.padded()
+    for padded in (masked, whole):
+        padded.pop("next_sentence_label")
+    labels = torch.zeros_like(whole.pop("labels"))
+    labels[batch.sequence_ids, batch.position_ids] = is_replaced.long()
+    found, wanted = one(**whole, labels=labels), other(**masked)
+    generated, detected = electra.logits(batch)[0], electra.replaced_logits(corrupted)
+    at = (batch.sequence_ids, batch.position_ids)
+    assert_close(generated, wanted.logits[at][batch.masked_positions], "generator")
+    assert_close(detected, found.logits[at], "discriminator")
+
+    rows = electra(batch)
+    assert_close(rows[0, 0] / rows[0, 2], wanted.loss, "loss of the generator")
+    assert_close(rows[1, 0] / rows[1, 2], found.loss, "loss of the discriminator")
+    assert rows[:, 2].tolist() == [len(batch.masked_labels), len(batch.input_ids)]
+    assert rows[1, 1] == ((detected > 0) == is_replaced).sum()
+    (rows[0, 0] / rows[0, 2] + 50 * rows[1, 0] / rows[1, 2]).backward()
+    (wanted.loss + 50 * found.loss).backward()
+    shared = {}
+    for part, peer in zip(parts.values(), (one, other), strict=True):
+        theirs = {name: p.grad for name, p in peer.named_parameters()}
+        for name, parameter in part.named_parameters():
+            gradient = theirs[ELECTRA.family.hf_name(name)]
+            if name.startswith("embeddings."):
+                shared.setdefault(name, []).append((parameter.grad, gradient))
+            else:
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+    for name, ((gradient, a), (_, b)) in shared.items():
+        torch.testing.assert_close(gradient, a + b, rtol=1e-4, atol=1e-5, msg=name)
+    assert all(p.grad.abs().max() > 0 for p in electra.parameters())
+
+
+def test_draws_have_the_probabilities_of_the_generator() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 4), torch.randn(50, 4), torch.randn(50)
+    rows = x.repeat_interleave(20_000, 0)
+    labels = torch.zeros(len(rows), dtype=torch.int64)
+    *sums, drawn = cross_entropy_and_draw(rows, weight, bias, labels, torch.rand(len(rows)))
+    plain = linear_cross_entropy(rows, weight, bias, labels)
+    assert all(torch.equal(a, b) for a, b in zip(sums, plain, strict=True))
+    p = F.linear(x, weight, bias).softmax(-1)
+    found = torch.stack([d.bincount(minlength=50) / 20_000 for d in drawn.split(20_000)])
+    assert ((found - p).abs() < 5 * (p * (1 - p) / 20_000).sqrt() + 1e-9).all()
+
+
+def test_the_draws_of_a_step_are_the_same_however_it_is_divided(store) -> None:
+    """And another epoch of the same sequences, which has other masks, has others."""
+    source = BatchSource(store, PairsConfig(max_seq_length=64, objective="none"), seed=3)
+    whole = source.batch(0, 256)
+    chance = draw_chance(whole)
+    parts = [draw_chance(whole.slice(i, i + 64)) for i in range(0, 256, 64)]
+    assert torch.equal(torch.cat(parts), chance)
+    assert ((0 <= chance) & (chance < 1)).all()
+    shares = chance.histc(10, 0, 1) / len(chance)
+    assert len(chance) > 1500 and ((shares - 0.1).abs() < 0.03).all()
+    assert len(chance.unique()) > 0.999 * len(chance)
+    later = draw_chance(source.batch(source.part_size(0), 256))
+    assert len(torch.cat([chance, later]).unique()) > 0.999 * (len(chance) + len(later))
+
+
+def test_a_divided_step_has_the_sums_of_the_whole(electra, store) -> None:
+    batch = batch_of(store, "none")
+    parts = electra(batch.slice(0, 3)) + electra(batch.slice(3, 8))
+    torch.testing.assert_close(parts, electra(batch), rtol=1e-5, atol=1e-4)
+
+
+def test_the_curve_of_an_evaluation_is_that_of_all_pairs_of_tokens(electra, filled) -> None:
+    """How often a replaced token scores above an original one, by comparing each with each."""
+    batch, corrupted, is_replaced = filled
+    logits = electra.eval().replaced_logits(corrupted).detach()
+    high, low = logits[is_replaced][:, None], logits[~is_replaced]
+    wanted = ((high > low).double() + 0.5 * (high == low)).mean().item()
+    *_, (row,), counts = electra.score(batch)
+    assert counts.sum(1).tolist() == [(~is_replaced).sum(), is_replaced.sum()]
+    assert area_under_curve(counts) == pytest.approx(wanted, abs=1e-3)
+    assert abs(wanted - 0.5) > 0.01 and row[2] == len(logits)
+
+
+def test_an_electra_with_settled_embeddings_says_the_same(electra, store) -> None:
+    batch = batch_of(store, "none")
+    with torch.no_grad():
+        electra.embeddings.word.weight.add_(2 * torch.randn(24))
+    before = electra.eval().logits(batch)
+    settle_embeddings(electra)
+    after = electra.logits(batch)
+    assert_close(after[0].log_softmax(-1), before[0].log_softmax(-1), "generator")
+    assert_close(after[1], before[1], "discriminator")
+
+
+def test_an_electra_scores_a_sentence_by_how_original_its_tokens_are(
+    electra, store, vocabulary, monkeypatch
+) -> None:
+    """Against transformers, which reads one sentence at a time."""
+    monkeypatch.setitem(probes.PASS_TOKENS, "cpu", 40)  # several passes
+    batch, ends = batch_of(store, "none"), batch_of(store, "none").cu_seqlens.tolist()
+    texts = [batch.input_ids[a:b].tolist() for a, b in pairwise(ends)]
+    texts += texts[:1]
+    done = []
+    found = probes.score_sentences(
+        electra, texts, vocabulary, Accelerator(cpu=True), advance=done.append
+    )
+    peer = build_peer(electra.parts()[""]).eval()
+    with torch.no_grad():
+        logits = [peer(input_ids=torch.tensor([text])).logits[0, 1:-1] for text in texts]
+    wanted = [F.logsigmoid(-one).sum().item() for one in logits]
+    assert found.tolist() == pytest.approx(wanted, abs=1e-4) and found[0] == found[-1]
+    assert sum(done) == probes.count_work(texts, electra) == len(batch.input_ids) and len(done) > 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "wanted"),
+    [
+        (SMALL_ELECTRA, 0.25, (13_549_057, 4_620_026)),  # small
+        (BASE, 0.3333, (109_483_009, 33_740_602)),  # base
+    ],
+)
+def test_electra_has_as_many_parameters_as_the_published_ones(sizes, share, wanted) -> None:
+    with torch.device("meta"):
+        model = Electra(ModelConfig("electra", generator_size=share, **sizes), 30_522)
+    assert tuple(map(count, model.parts().values())) == wanted
+    shared = count(model.embeddings)
+    assert count(model) == sum(wanted) - shared
+
+
 # -------------------------------------------------------------------------------------- sizes
 
-CHINESE = 21_128
-BASE, LARGE = {}, {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
 PUBLISHED = [  # family, sizes, vocabulary, parameters of the encoder with its pooler
     ("bert", BASE, CHINESE, 102_267_648),  # bert-base-chinese, hfl/chinese-roberta-wwm-ext
     ("bert", {"num_hidden_layers": 3}, CHINESE, 38_476_800),  # hfl/rbt3
@@ -159,8 +339,24 @@ PUBLISHED = [  # family, sizes, vocabulary, parameters of the encoder with its p
 ]
 
 
-def count(*modules: nn.Module | None) -> int:
-    return sum(p.numel() for module in modules if module for p in module.parameters())
+def test_settled_embeddings_are_those_of_a_fresh_model_and_say_the_same(
+    case, store, vocabulary
+) -> None:
+    config, objective = case
+    batch = batch_of(store, objective, config.pad_token_id)
+    model = build(config, objective, len(vocabulary)).eval()
+    words = model.embeddings.word.weight
+    with torch.no_grad():
+        words += 2 * torch.randn(words.shape[1])  # a direction that they share
+    before = model.logits(batch)
+    settle_embeddings(model)
+    after = model.logits(batch)
+    assert_close(after[0].log_softmax(-1), before[0].log_softmax(-1), "MLM")
+    for a, b in zip(after[1:], before[1:], strict=True):
+        assert_close(a, b, "pairs")
+    assert words.mean(0).abs().max() < 1e-6
+    if config.layer_norm_eps < 1e-10:  # RoBERTa's would count for more beside smaller embeddings
+        torch.testing.assert_close(words.std(), torch.tensor(config.initializer_range))
 
 
 @pytest.mark.parametrize(("architecture", "sizes", "pieces", "wanted"), PUBLISHED)
@@ -193,6 +389,9 @@ def test_the_config_of_transformers_leads_there_and_back(case) -> None:
     assert found == config and found.embedding_width == config.embedding_width
 
 
+ALONE = ("model.architecture=electra", "data.objective=none")
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -201,6 +400,9 @@ def test_the_config_of_transformers_leads_there_and_back(case) -> None:
         (("model.num_hidden_groups=1",), "num_hidden_groups is 1, and BERT has no such"),
         (("model.architecture=albert", "model.num_hidden_groups=13"), "13 is more than the 12"),
         (("model.architecture=roberta",), "objective is nsp, and RoBERTa has no pair head"),
+        (("model.architecture=electra",), "objective is nsp, and ELECTRA has no pair head"),
+        ((*ALONE, "model.generator_size=0.3"), "a generator of width 230 with 4 heads"),
+        ((*ALONE, "train.bag_of_words_weight=1"), "bag_of_words_weight is 1, and ELECTRA has no"),
     ],
 )
 def test_a_setting_that_a_family_lacks_is_refused(overrides, named, tmp_path) -> None:

@@ -1,0 +1,49 @@
+"""Build the model of any family, or count what it would take."""
+
+from dataclasses import replace
+
+import torch
+
+from data_pipeline.config import check
+from pretrain.config import ModelConfig
+from pretrain.models.bert import PretrainingModel
+from pretrain.models.electra import Electra
+from pretrain.objectives import objectives_of
+
+
+def model_of(
+    config: ModelConfig, vocab_size: int, objective: str, bag_of_words_weight: float = 0.0
+) -> PretrainingModel:
+    """Build the model of a family with random weights.
+
+    objective, bag_of_words_weight: as in the sections `data` and `train`; an ELECTRA has its own
+    objectives.
+    """
+    if config.family.discriminator:
+        return Electra(config, vocab_size)
+    return PretrainingModel(config, vocab_size, objectives_of(objective, bag_of_words_weight))
+
+
+def check_memory(
+    config: ModelConfig, vocab_size: int, objective: str, copies: float, memory: int
+) -> int:
+    """Count the parameters of a model without building it, from those of one and of two layers.
+
+    copies: of the parameters, in float32, that have to be in `memory` bytes at the same time.
+    Raises `UserError` if they are not.
+    """
+    counts = []
+    for layers in (1, 2):
+        small = replace(config, num_hidden_layers=layers, num_hidden_groups=layers)
+        with torch.device("meta"):
+            model = model_of(small, vocab_size, objective)
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    groups = config.num_hidden_groups or config.num_hidden_layers
+    number = counts[0] + (groups - 1) * (counts[1] - counts[0])
+    check(
+        4 * copies * number <= memory,
+        f"a model of {number:,} parameters takes at least {4 * copies * number / 1e9:,.1f} GB, and "
+        f"there are {memory / 1e9:,.1f} GB; make model.num_hidden_layers, model.hidden_size or the "
+        "vocabulary smaller, or take a larger machine",
+    )
+    return number
