@@ -1,14 +1,12 @@
 """Write a checkpoint as a folder that transformers' classes of its family load.
 
 `python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` exports any checkpoint, on a CPU. The
-export is read back and compared with the model before OUT_DIR changes. The file `export.json` lists
-the files of an export, so that the next export replaces only those.
+export is read back and compared with the model before OUT_DIR changes.
 """
 
 import argparse
 import copy
 import json
-import os
 import shutil
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -18,30 +16,46 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.folders import atomic_folder, hash_file
-from data_pipeline.config import check
+from data_pipeline.common.reading import SHA256, read_json
+from data_pipeline.config import check, read_yaml
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, read_vocabulary
-from pretrain.checkpoint import FILES as CHECKPOINT_FILES
-from pretrain.checkpoint import find_fault, load_model, newest_checkpoint, read_state
-from pretrain.config import Config, ModelConfig, phases_of
-from pretrain.families import hf_config, read_hf_config, read_settings
-from pretrain.model_card import model_card, project_version
-from pretrain.models.bert import PretrainingModel, resize_positions
-from pretrain.objectives import objectives_of
+from pretrain.checkpoint import (
+    find_fault,
+    load_model,
+    name_not_finite,
+    newest_checkpoint,
+    read_state,
+)
+from pretrain.config import Config, phases_of
+from pretrain.export_folder import (
+    MARKER,
+    PYTORCH_BIN,
+    SCHEMA,
+    STAGE,
+    check_export_folder,
+    move_files,
+    read_marker,
+)
+from pretrain.families import hf_config
+from pretrain.model_card import generator_card, model_card, project_version
+from pretrain.models.bert import (
+    PretrainingModel,
+    resize_positions,
+    settle_embeddings,
+)
+from pretrain.models.build import model_of
+from pretrain.models.electra import GENERATOR
+from pretrain.read_export import (
+    read_model,
+)
 
-FILES = ("config.json", "model.safetensors", *TOKENIZER_FILES, "README.md")  # of every export
-PYTORCH_BIN = "pytorch_model.bin"
-MARKER = "export.json"
-SCHEMA = 1  # of the marker
-# title of the model card in exports by versions that wrote no marker
-TITLE_BEFORE = "# BERT, pretrained from scratch with bert-pretrain\n"
-STAGE = ".bert-pretrain-export"  # staging folder for an existing OUT_DIR
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -69,19 +83,31 @@ def export(
     with atomic_folder(stage) as folder:
         for name in TOKENIZER_FILES:
             shutil.copy(vocab_dir / name, folder / name)
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings = read_json(folder / "tokenizer_config.json", dict, "put a sound copy back")
         settings["model_max_length"] = model.config.max_position_embeddings
         if model.config.type_vocab_size == 1:  # a second segment would have a type of its own
             settings["model_input_names"] = ["input_ids", "attention_mask"]
         write_json(folder / "tokenizer_config.json", settings)
         weights = model.config.family.to_hf(model.state_dict())
         weights = {n: t.to(getattr(torch, dtype)).contiguous() for n, t in weights.items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "model.safetensors").chmod(0o644)
+        sick = name_not_finite(weights)
+        check(
+            sick is None,
+            f"{sick} is not finite in {dtype}, so nothing is exported; export an earlier checkpoint"
+            f"{'' if dtype == 'float32' else ', or leave out --dtype'}",
+        )
+        try:
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise UserError(
+                f"no export at {out_dir}: {error}; free space and run the same command again"
+            ) from None
+        readable = (folder / "tokenizer_config.json").stat().st_mode  # by the umask
+        (folder / "model.safetensors").chmod(readable)
         if pytorch_bin:
             torch.save(weights, folder / PYTORCH_BIN)
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        settings = hf_config(asdict(model.config), len(model.mlm.bias), model.hf_class, dtype)
+        settings = hf_config(asdict(model.config), model.vocab_size, model.hf_class, dtype)
         write_json(folder / "config.json", settings | dropouts)
         passed = check_export(model, folder)
         (folder / "README.md").write_text(f"{card}\nChecked at export: {passed}.\n")
@@ -100,138 +126,6 @@ def export(
 
 def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def load_export(folder: Path) -> PretrainingModel:
-    """Load this project's model, in float32, from an exported folder.
-
-    Raises `UserError` if there is none, or if its files are damaged or do not fit together.
-    """
-    missing = [name for name in FILES[:-1] if not (folder / name).exists()]
-    check(
-        not missing,
-        f"no exported model in {folder}, {' and '.join(missing[:2])} missing; python -m pretrain "
-        "makes one, and python -m pretrain.export exports any checkpoint",
-    )
-    settings = read_settings(folder)
-    model = ModelConfig(**read_hf_config(settings, folder / "config.json"))
-    absent = [name for name in hf_config(asdict(model), 0, "") if name not in settings]
-    check(
-        not absent,
-        f"{folder / 'config.json'} has no {' and no '.join(absent[:2])}, which every export of "
-        "this project has; give a folder that python -m pretrain.export wrote",
-    )
-    check_weights(folder)
-    pieces = len(read_vocabulary(folder))
-    check(
-        pieces == settings["vocab_size"],
-        f"{folder / 'vocab.txt'} has {pieces:,} pieces, and config.json says "
-        f"{settings['vocab_size']:,}; export the model again",
-    )
-    try:
-        return read_model(folder)
-    except (KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{folder / 'model.safetensors'} is not of the model in config.json: {reason}"
-        ) from None
-
-
-def read_model(folder: Path) -> PretrainingModel:
-    """Read the model of a sound export, in float32."""
-    settings = read_settings(folder)
-    config = ModelConfig(**read_hf_config(settings, folder / "config.json"))
-    has_pairs = config.family.pairs in settings["architectures"]
-    objectives = objectives_of("nsp" if has_pairs else "none")
-    model = PretrainingModel(config, settings["vocab_size"], objectives)
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict(config.family.from_hf(weights, model.state_dict()))
-    return model.eval()
-
-
-def check_weights(folder: Path) -> None:
-    """Raise `UserError` if the file of weights in an exported folder is cut short or damaged."""
-    path = folder / "model.safetensors"
-    if path.exists():
-        try:
-            safe_open(path, "pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged: {error}; export or copy it again") from None
-
-
-# ------------------------------------------------------------------- the folder of the user
-
-
-def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: bool = False) -> None:
-    """Check that an export to `out_dir` would replace only files that an export wrote.
-
-    Needs no model, so a run can check before its first step. With `overwrite`, any file with the
-    name of an exported one may be replaced. Raises `UserError`.
-    """
-    if not out_dir.exists():
-        return
-    check(out_dir.is_dir(), f"{out_dir} is a file; choose another OUT_DIR")
-    is_checkpoint = all((out_dir / name).exists() for name in CHECKPOINT_FILES)
-    check(not is_checkpoint, f"{out_dir} is a checkpoint; choose another OUT_DIR")
-    found = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith(STAGE))
-    names = [*FILES, MARKER, *([PYTORCH_BIN] if pytorch_bin else [])]
-    for name in names:
-        check(not (out_dir / name).is_dir(), f"{out_dir / name} is a folder; move it away")
-    if overwrite or not found or is_earlier_export(out_dir, found):
-        return
-    # a replacement that was interrupted has left the marker of the newer files in the stage
-    markers = [read_marker(folder) for folder in (out_dir, out_dir / STAGE)]
-    check(
-        any(markers),
-        f"{out_dir} holds {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}, and no "
-        f"{MARKER} says that an export wrote it; choose another OUT_DIR, or let python -m "
-        f"pretrain.export --overwrite replace {', '.join(names)} there and keep all else",
-    )
-    for name in sorted({*names} & {*found} - {MARKER}):
-        written = [marker[name] for marker in markers if name in marker]
-        check(
-            hash_file(out_dir / name) in written,
-            f"{out_dir / name} {'was changed since' if written else 'is not of'} the export that "
-            f"{MARKER} lists; move it away, choose another OUT_DIR, or let python -m "
-            "pretrain.export --overwrite replace it",
-        )
-
-
-def is_earlier_export(folder: Path, found: list[str]) -> bool:
-    """Recognize an export without a marker, by an early version: only its files, and its title."""
-    if not {"README.md"} <= set(found) <= set(FILES):
-        return False
-    return TITLE_BEFORE in (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-
-
-def read_marker(folder: Path) -> dict[str, str]:
-    """Read the sha256 of each file that an export wrote; empty without a valid marker."""
-    try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        is_ours = marker["schema"] == SCHEMA and marker["made_by"].startswith("bert-pretrain ")
-        return dict(marker["files"]) if is_ours else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def move_files(stage: Path, out_dir: Path) -> None:
-    """Move the files of a finished export to `out_dir`, one at a time, the marker last.
-
-    If interrupted, every file is complete and none is lost, and the marker left in the stage lets
-    the same command finish.
-    """
-    if not out_dir.exists():
-        stage.rename(out_dir)
-        return
-    for path in sorted(stage.iterdir(), key=lambda path: path.name == MARKER):
-        try:
-            os.replace(path, out_dir / path.name)
-        except OSError as error:
-            raise UserError(
-                f"{out_dir / path.name} could not be replaced ({error.strerror}); files of two "
-                f"exports lie in {out_dir} now, each of them whole: run the same command again"
-            ) from None
-    stage.rmdir()
 
 
 # ---------------------------------------------------------------------------------- the gate
@@ -259,7 +153,7 @@ def check_export(model: PretrainingModel, folder: Path) -> str:
         assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back"
     vocabulary = read_vocabulary(folder)
     assert vocabulary["[PAD]"] == model.config.pad_token_id, "[PAD] has another id in config.json"
-    assert len(vocabulary) == len(model.mlm.bias), "vocab.txt and the embeddings differ in length"
+    assert len(vocabulary) == model.vocab_size, "vocab.txt and the embeddings differ in length"
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     assert tokenizer["model"]["vocab"] == vocabulary.ids, "tokenizer.json"
     for token in tokenizer["added_tokens"]:
@@ -277,7 +171,7 @@ def equal_tensors(a: Tensor, b: Tensor) -> bool:
 
 def probe_batch(model: PretrainingModel) -> Batch:
     """Make two sequences of ordinary ids, of different length, with every fourth masked."""
-    vocab_size, max_length = len(model.mlm.bias), model.config.max_position_embeddings
+    vocab_size, max_length = model.vocab_size, model.config.max_position_embeddings
     lengths = torch.tensor([min(24, max_length), min(17, max_length)])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.arange(5, 5 + int(lengths.sum())) * 7 % (vocab_size - 5) + 5
@@ -301,15 +195,17 @@ def check_with_transformers(
         folder, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"], report
-    assert peer.get_output_embeddings().weight is peer.get_input_embeddings().weight
+    if model.mlm:
+        assert peer.get_output_embeddings().weight is peer.get_input_embeddings().weight
     padded = batch.padded(model.config.pad_token_id)
     padded.pop("labels"), padded.pop("next_sentence_label")
     with torch.no_grad():
         out = peer.eval()(**padded)
-    mlm = out[0][batch.sequence_ids, batch.position_ids][batch.masked_positions]
-    for name, a, b in zip(("MLM", "NSP"), (mlm, *out[1:]), wanted, strict=False):
+    tokens = out[0][batch.sequence_ids, batch.position_ids]  # of the other head, pairs
+    found = (tokens[batch.masked_positions] if model.mlm else tokens, *out[1:])
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
         difference = float((a - b).abs().max() / b.abs().max().clamp(min=1))
-        assert difference < 1e-5, f"{name} logits differ from transformers' by {difference}"
+        assert difference < 1e-5, f"logits {number} differ from transformers' by {difference}"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     from tokenizers import Tokenizer
 
@@ -321,7 +217,8 @@ def check_with_transformers(
         "Don't e-mail: a@b.c \u200d 😀",
     ):
         assert tokenizer(text)["input_ids"] == bare.encode(text).ids, text
-    return "transformers loads every key, equal logits, tied decoder, equal token ids"
+    tied = "tied decoder, " if model.mlm else ""
+    return f"transformers loads every key, equal logits, {tied}equal token ids"
 
 
 # ---------------------------------------------------------------------------------- the run
@@ -339,19 +236,25 @@ def export_checkpoint(
     state = read_run_state(checkpoint)
     fingerprint = state["fingerprint"]
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
-    objectives = objectives_of(config.data.objective)
-    model = PretrainingModel(config.model, len(read_vocabulary(vocab_dir)), objectives)
+    pieces = len(read_vocabulary(vocab_dir))
+    model = model_of(config.model, pieces, config.data.objective)
     load_model(checkpoint, model)
+    if config.init_from is None:  # else the scale of its embeddings is that of others
+        settle_embeddings(model)
     begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
     trained = max(phase.data.max_seq_length for phase in begun)
     resize_positions(model, trained, positions or trained)
-    parameters = sum(p.numel() for p in model.parameters())
-    lowercase = json.loads((vocab_dir / "tokenizer_config.json").read_text())["do_lower_case"]
+    shape, advice = {"do_lower_case": bool}, "put a sound copy back"
+    lowercase = read_json(vocab_dir / "tokenizer_config.json", shape, advice)["do_lower_case"]
     manifest = find_manifest(config, fingerprint["data_sha256"])
-    card = model_card(config, state, parameters, lowercase, positions or trained, manifest)
     origin = {name: fingerprint[name] for name in ("vocab_sha256", "data_sha256")}
     origin["step"] = state["step"]
-    export(model, vocab_dir, out_dir, card, origin, config.export.dropout, **options)
+    for name, part in model.parts().items():
+        parameters = sum(p.numel() for p in part.parameters())
+        card = model_card(config, state, parameters, lowercase, positions or trained, manifest)
+        if name == GENERATOR:
+            card = generator_card(config, parameters)
+        export(part, vocab_dir, out_dir / name, card, origin, config.export.dropout, **options)
 
 
 def read_run_state(checkpoint: Path) -> dict:
@@ -362,19 +265,30 @@ def read_run_state(checkpoint: Path) -> dict:
 
 def find_vocabulary(run_dir: Path, config: Config, sha256: str) -> Path:
     """Find the vocabulary of a run, in its folder or in data_dir; raises `UserError` if missing."""
-    faults = []
+    known, faults = read_vocab_hashes(run_dir), []
     for folder in (run_dir / "vocab", Path(config.data_dir) / "vocab"):
         missing = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
         if missing:
             faults.append(f"{folder} has no {', '.join(missing)}")
         elif (found := hash_file(folder / "vocab.txt")) != sha256:
             faults.append(f"{folder} holds another vocabulary, {found[:12]}")
+        elif damaged := [name for name in known if hash_file(folder / name) != known[name]]:
+            faults.append(f"{folder / damaged[0]} is damaged")
         else:
             return folder
     raise UserError(
         f"the vocabulary of the run, sha256 {sha256[:12]}, is missing: {'; '.join(faults)}. Copy "
         f"the folder vocab of the run's data_dir to {run_dir / 'vocab'}"
     )
+
+
+def read_vocab_hashes(run_dir: Path) -> dict[str, str]:
+    """Read the hashes of the files in a run's `vocab`; none of a run of an earlier version."""
+    try:
+        shape = {"vocab_files?": {str: SHA256}}
+        return read_json(run_dir / "fingerprint.json", shape, "").get("vocab_files", {})
+    except (OSError, UserError):
+        return {}
 
 
 def find_manifest(config: Config, sha256: str) -> dict | None:
@@ -394,12 +308,17 @@ def read_run_config(run_dir: Path) -> Config:
     path = run_dir / "config.yaml"
     check(path.exists(), f"no {path}; export a checkpoint from its run folder, which holds it")
     try:
-        given = OmegaConf.to_container(OmegaConf.load(path))
+        given = OmegaConf.to_container(read_yaml(path))
         check(isinstance(given, dict), f"{path} is not a mapping of sections")
         merged = OmegaConf.merge(OmegaConf.structured(Config), keep_known(given, Config))
-        return OmegaConf.to_object(merged)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        config = OmegaConf.to_object(merged)
+        for section in (config.model, config.data, config.train, config.export):
+            section.validate()
+        if config.train.phases:
+            config.validate_phases()
+        return config
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, UserError) as error:
+        reason = str(error).partition("\n")[0]
         raise UserError(f"{path} is not the config of a run: {reason}") from None
 
 
@@ -433,6 +352,7 @@ def push(out_dir: Path, repo_id: str, private: bool) -> str:
         is_public = private and not api.model_info(url.repo_id).private
         if not is_public:
             files = [*read_marker(out_dir), MARKER]
+            files += [f"{GENERATOR}/{name}" for name in (*read_marker(out_dir / GENERATOR), MARKER)]
             api.upload_folder(repo_id=url.repo_id, folder_path=out_dir, allow_patterns=files)
     except Exception as error:  # network, hub or name
         raise UserError(

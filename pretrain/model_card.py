@@ -80,6 +80,16 @@ def model_card(
     return "\n".join(sections)
 
 
+def generator_card(config: Config, parameters: int) -> str:
+    """Write the card of an ELECTRA's generator, which lies in the folder of its model."""
+    return f"""# Generator of {Path(config.run_dir).resolve().name}
+
+It filled the masks of the texts that the model in the folder above learned to judge, and shares \
+its embeddings ({parameters:,} parameters). The card there says what both learned from. \
+`ElectraForMaskedLM.from_pretrained(name, subfolder="generator")` loads it.
+"""
+
+
 def front_matter(config: Config) -> str:
     """Write the metadata of a card, with keys that the hub knows."""
     languages = dict.fromkeys(source.language for source in config.corpus.each_source())
@@ -87,12 +97,11 @@ def front_matter(config: Config) -> str:
     if config.export.license:
         metadata["license"] = config.export.license
     pair_tags = [PAIRS[config.data.objective][0]] if config.data.objective in PAIRS else []
-    metadata |= {
-        "library_name": "transformers",
-        "pipeline_tag": "fill-mask",
-        "mask_token": "[MASK]",
-        "tags": [config.model.architecture, "masked-lm", *pair_tags],
-    }
+    metadata["library_name"] = "transformers"
+    if not config.model.family.discriminator:
+        metadata["pipeline_tag"] = "fill-mask"
+    metadata["mask_token"] = "[MASK]"
+    metadata["tags"] = [config.model.architecture, "masked-lm", *pair_tags]
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---"
 
 
@@ -100,6 +109,9 @@ def introduction(config: Config, parameters: int) -> str:
     model, objective, title = config.model, config.data.objective, config.model.family.title
     pairs = f" and {PAIRS[objective][1]}" if objective in PAIRS else ""
     licence = config.export.license
+    learned = f"predicts masked words{pairs}"
+    if model.family.discriminator:
+        learned = "tells which words of a text a generator replaced"
     begun = "from scratch"
     if config.init_from:
         folder = Path(config.init_from)
@@ -109,8 +121,8 @@ def introduction(config: Config, parameters: int) -> str:
 
 {"An" if title[0] in "AE" else "A"} {title} encoder of {model.num_hidden_layers} layers, width \
 {model.hidden_size} and {model.num_attention_heads} attention heads ({parameters:,} parameters), \
-pretrained {begun} with {project_version()}. It predicts masked words{pairs}, and is meant to \
-be fine-tuned for other tasks.
+pretrained {begun} with {project_version()}. It {learned}, and is meant to be fine-tuned for \
+other tasks.
 
 {stated}
 """
@@ -128,18 +140,25 @@ pair = tokenizer("A first sentence.", "A second sentence.", return_tensors="pt")
 {hf_class}.from_pretrained(name)(**pair).{scores}  # of labels 0 and 1
 """
         labels = f"\nOf a sentence pair A, B, label 0 means that {first}, label 1 that {second}.\n"
+    example = 'pipeline("fill-mask", model=name)("A sentence with a [MASK].")\n'
+    names.append("pipeline")
+    if config.model.family.discriminator:
+        names[2:] = ["ElectraForMaskedLM", "ElectraForPreTraining"]
+        example = """text = tokenizer("A sentence with a word.", return_tensors="pt")
+ElectraForPreTraining.from_pretrained(name)(**text).logits  # above 0: the token looks replaced
+ElectraForMaskedLM.from_pretrained(name, subfolder="generator")  # fills in a [MASK]
+"""
     return f"""## How to load it
 
 `REPOSITORY_OR_FOLDER` is the name of this repository on the hub, or the path of a folder with \
 these files.
 
 ```python
-from transformers import {", ".join(names)}, pipeline
+from transformers import {", ".join(names)}
 
 name = "REPOSITORY_OR_FOLDER"
 tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name)
-pipeline("fill-mask", model=name)("A sentence with a [MASK].")
-{pairs}```
+{example}{pairs}```
 {labels}"""
 
 
@@ -238,6 +257,7 @@ def evaluation(metrics: dict, objective: str) -> str:
         ),
         ("mlm_top5", "Masked-LM accuracy, best of five", "{:.1%}", "", ""),
         ("nsp_accuracy", pairs, "{:.1%}", "nsp_majority", "majority label"),
+        ("rtd_auc", "Replaced tokens: area under the curve (guessing: 0.5)", "{:.3f}", "", ""),
         ("minimal_pairs", "Minimal pairs", "{:.1%}", "minimal_pairs_unigram", "token frequencies"),
     )
     rows = []

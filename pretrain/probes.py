@@ -1,4 +1,5 @@
-"""Probe what a model knows without fine-tuning: score minimal pairs by pseudo-log-likelihood.
+"""Probe what a model knows without fine-tuning: score minimal pairs by pseudo-log-likelihood, or,
+of an ELECTRA, by how original the discriminator finds each token.
 
 The pseudo-log-likelihood (PLL) of a sentence is the sum of the log-probabilities of its tokens,
 each predicted from all others with that token alone masked (Salazar et al. 2020,
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.nn.functional import softplus
 
 from data_pipeline.config import check
 from data_pipeline.sampling.baselines import ranges
@@ -36,6 +38,8 @@ def score_sentences(
 ) -> np.ndarray:
     """Compute the pseudo-log-likelihood of each sentence in nats, float64 (N,) (a collective call).
 
+    An ELECTRA reads each sentence once, and its score is the sum of the log-probabilities that a
+    token is original.
     Equal sentences have equal scores, since each distinct one is scored once.
 
     sentences: token ids with [CLS] and [SEP].
@@ -46,7 +50,7 @@ def score_sentences(
     distinct = sorted(set(map(tuple, sentences)), key=len)
     scores = torch.zeros(len(distinct), dtype=torch.float64, device=accelerator.device)
     device, bf16 = accelerator.device, accelerator.mixed_precision == "bf16"
-    copies = MaskedCopies(distinct, vocabulary, within_word)
+    copies = MaskedCopies(distinct, vocabulary, within_word, is_whole=model.rtd is not None)
     passes = list(copies.passes(PASS_TOKENS.get(device.type, PASS_TOKENS["cuda"])))
     rank, ranks = accelerator.process_index, accelerator.num_processes
     was_training = model.training
@@ -56,7 +60,8 @@ def score_sentences(
         # the repeated ones at the end do not count
         batch, sentence = copies.build(*passes[i % len(passes)])
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            losses = model.score(batch.to(device))[0]
+            batch = batch.to(device)
+            losses = judge_sentences(model, batch) if model.rtd else model.score(batch)[0]
         if i < len(passes):
             scores.index_add_(0, sentence.to(device), -losses.double())
         advance(len(batch.input_ids))
@@ -65,16 +70,28 @@ def score_sentences(
     return np.array([found[tuple(sentence)] for sentence in sentences])
 
 
-def count_work(sentences: list[list[int]]) -> int:
-    """Count the tokens that `score_sentences` has to read: each sentence once a scored token."""
-    return sum(len(s) * (len(s) - len(SPECIALS)) for s in set(map(tuple, sentences)))
+def count_work(sentences: list[list[int]], model: PretrainingModel) -> int:
+    """Count the tokens that `score_sentences` has to read: each sentence once a scored token, or
+    once by an ELECTRA."""
+    distinct = set(map(tuple, sentences))
+    return sum(len(s) * (1 if model.rtd else len(s) - len(SPECIALS)) for s in distinct)
 
 
 class MaskedCopies:
-    """All copies of some sentences with one token masked, in the order of the sentences."""
+    """All copies of some sentences with one token masked, in the order of the sentences.
 
-    def __init__(self, sentences: list[tuple[int, ...]], vocabulary: Vocabulary, within_word: bool):
+    is_whole: each sentence once, with no token masked.
+    """
+
+    def __init__(
+        self,
+        sentences: list[tuple[int, ...]],
+        vocabulary: Vocabulary,
+        within_word: bool,
+        is_whole: bool = False,
+    ):
         self.mask_id, self.within_word = vocabulary["[MASK]"], within_word
+        self.is_whole = is_whole
         lengths = np.array([len(sentence) for sentence in sentences])
         self.tokens = np.concatenate([np.array(s, np.int64) for s in sentences])  # end to end
         self.ends = np.cumsum(lengths)
@@ -83,6 +100,8 @@ class MaskedCopies:
         specials = [vocabulary[name] for name in SPECIALS]
         self.place = np.flatnonzero(~np.isin(self.tokens, specials))  # masked in copy i
         self.sentence = np.repeat(np.arange(len(sentences)), lengths)[self.place]
+        if is_whole:
+            self.place, self.sentence = self.starts, np.arange(len(sentences))
 
     def passes(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Divide the copies into runs [first, last) of about so many tokens."""
@@ -100,7 +119,9 @@ class MaskedCopies:
         source = ranges(starts, ends)  # of each token of the batch, among the sentences' tokens
         target = np.repeat(place, lengths)  # the token to predict in its copy
         is_hidden = source == target
-        if self.within_word:
+        if self.is_whole:
+            is_hidden = np.zeros_like(is_hidden)
+        elif self.within_word:
             is_hidden = (self.word[source] == self.word[target]) & (source >= target)
         arrays = (
             np.where(is_hidden, self.mask_id, self.tokens[source]),
@@ -113,6 +134,14 @@ class MaskedCopies:
             np.zeros_like(sentence),
         )
         return Batch(*map(torch.from_numpy, arrays), int(lengths.max())), torch.from_numpy(sentence)
+
+
+@torch.no_grad()
+def judge_sentences(model: PretrainingModel, batch: Batch) -> torch.Tensor:
+    """Compute for each sentence how surprising it is that all its tokens are original, (B,)."""
+    losses = softplus(model.replaced_logits(batch).float())
+    losses[batch.cu_seqlens[:-1]] = losses[batch.cu_seqlens[1:] - 1] = 0  # [CLS] and [SEP]
+    return losses.new_zeros(len(batch.cu_seqlens) - 1).index_add_(0, batch.sequence_ids, losses)
 
 
 def score_by_frequency(sentences: list[list[int]], counts: np.ndarray) -> np.ndarray:
@@ -191,6 +220,7 @@ def fill_masks(
         ids, torch.zeros_like(ids), torch.arange(len(ids)) - cu_seqlens[sequence], sequence,
         cu_seqlens, masked, ids[masked], torch.zeros_like(lengths), int(lengths.max()),
     )  # fmt: skip
+    check(model.mlm is not None, "the model has no head for masked tokens; give its generator")
     device, was_training = accelerator.device, model.training
     bf16 = accelerator.mixed_precision == "bf16"
     model.eval()

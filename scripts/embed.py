@@ -15,8 +15,8 @@ from torch import Tensor
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
-from pretrain.export import check_weights
 from pretrain.families import longest_sequence
+from pretrain.read_export import load_pretrained, unusable
 
 BATCH = 64  # texts of about equal length in one pass
 
@@ -60,17 +60,29 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
             "transformers is not installed; install it: pip install -e '.[hf]'"
         ) from None
     check((model_dir / "config.json").exists(), f"no exported model in {model_dir}")
-    check_weights(model_dir)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = load_pretrained(AutoTokenizer, model_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModel.from_pretrained(model_dir, dtype=torch.float32).eval().to(device)
+    model = load_pretrained(AutoModel, model_dir, dtype=torch.float32).eval().to(device)
     layers, longest = model.config.num_hidden_layers, longest_sequence(model.config.to_dict())
     check(
         layers >= 4 or not pool.endswith("4"),
         f"the model has {layers} layers, and {pool} wants the last four; use --pool mean",
     )
+    check(
+        pool != "pooler" or hasattr(model, "pooler"),
+        f"an {type(model).__name__} has no pooler; use --pool cls",
+    )
+    try:  # settings that fit neither each other nor the weights show only now
+        with torch.no_grad():
+            model(
+                **tokenizer(texts[:1], truncation=True, max_length=longest, return_tensors="pt").to(
+                    device
+                )
+            )
+    except Exception as error:
+        raise unusable(model_dir, error) from None
     lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
     if cut := sum(length > longest for length in lengths):
         print(f"warning: {cut:,} texts cut to {longest:,} tokens", file=sys.stderr)

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.sampling.token_store import Vocabulary
-from pretrain.export import load_export
+from data_pipeline.vocabulary.existing import load_tokenizer
 from pretrain.models.bert import PretrainingModel
 from pretrain.probes import check_lengths, fill_masks
+from pretrain.read_export import load_export
 
 
 def fill_mask(
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE")
     args = parser.parse_args()
     model = load_export(args.export_dir)
-    tokenizer = Tokenizer.from_file(str(args.export_dir / "tokenizer.json"))
+    tokenizer = load_tokenizer(args.export_dir)
     for sentence in args.sentences:
         print(sentence)
         for candidates in fill_mask(model, tokenizer, sentence):

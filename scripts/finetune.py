@@ -40,12 +40,13 @@ from transformers import AutoTokenizer
 
 from data_pipeline.common.errors import run_command
 from data_pipeline.common.folders import hash_file, write_file
+from data_pipeline.common.reading import read_json
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
-from pretrain.export import check_weights
-from pretrain.families import longest_sequence
+from pretrain.families import longest_sequence, read_settings
 from pretrain.model_card import project_version
 from pretrain.models.cpu import cpu_supports
+from pretrain.read_export import load_pretrained
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a frozen model's head
 TITLES = {"pretrained": "pretrained", "random": "random weights", "bow": "bag of words"}
@@ -138,7 +139,7 @@ def check_settings(args: argparse.Namespace) -> None:
         path.exists() and (args.model / "tokenizer.json").exists(),
         f"no exported model in {args.model}; python -m pretrain.export makes one",
     )
-    longest = longest_sequence(json.loads(path.read_text()))
+    longest = longest_sequence(read_settings(args.model))
     usual = min(384 if args.task == "qa" else 128, longest)
     args.max_length = usual if args.max_length is None else args.max_length
     check(
@@ -187,8 +188,7 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         args.task != "classification" or task.outputs > 1,
         f"{args.train} holds one label only; wanted two or more",
     )
-    check_weights(Path(args.model))
-    tokenizer, splits = AutoTokenizer.from_pretrained(args.model), {}
+    tokenizer, splits = load_pretrained(AutoTokenizer, args.model), {}
     for name, part in examples.items():
         units = task.encode(part, tokenizer, args.max_length)
         splits[name] = Split(part, units, sorted_batches(units, 4 * args.batch_size, device))
@@ -349,11 +349,11 @@ def describe_runs(title: str, system: dict, metric: str) -> None:
 def describe_model(folder: Path) -> dict:
     """Identify a model by its config, the hash of its weights, and what its export says of it."""
     weights, marker = folder / "model.safetensors", folder / "export.json"
-    found = {"folder": str(folder), "config": json.loads((folder / "config.json").read_text())}
+    found = {"folder": str(folder), "config": read_settings(folder)}
     if weights.exists():
         found["sha256"] = hash_file(weights)
     if marker.exists():
-        told = json.loads(marker.read_text())
+        told = read_json(marker, {str: object}, "put a sound copy back")
         found |= {name: told[name] for name in told if name not in ("files", "schema")}
     return found
 

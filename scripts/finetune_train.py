@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from data_pipeline.common.errors import UserError
+from pretrain.read_export import load_pretrained
 
 POOLS = ("pooler", "cls", "mean", "last4")
 POOL_OF_BATCHES = 50  # batches whose sequences are sorted by length together
@@ -117,21 +118,22 @@ def build_network(
     dropout: instead of the probabilities in the model's config.
     Raises `UserError` if the folder lacks weights that the task would use.
     """
-    config = AutoConfig.from_pretrained(model_dir)
+    config = load_pretrained(AutoConfig, model_dir)
     if dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
     torch.manual_seed(seed)
+    uses_pooler = pool == "pooler" and not task.per_token
     if is_random:
         encoder = AutoModel.from_config(config)
     else:
-        encoder, report = AutoModel.from_pretrained(
-            model_dir, config=config, dtype=torch.float32, output_loading_info=True
-        )
-        uses_pooler = pool == "pooler" and not task.per_token
+        options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+        encoder, report = load_pretrained(AutoModel, model_dir, **options)
         missing = [n for n in report["missing_keys"] if uses_pooler or "pooler" not in n]
         if missing:
             advice = "use --pool cls" if "pooler" in missing[0] else "export the model again"
             raise UserError(f"{model_dir} has no weights for {', '.join(missing[:3])}; {advice}")
+    if uses_pooler and not hasattr(encoder, "pooler"):
+        raise UserError(f"{model_dir} has no pooler, as no {config.model_type} has; use --pool cls")
     torch.manual_seed(seed)  # the same head for every start
     head_dropout = getattr(config, "classifier_dropout", None)
     return Network(

@@ -14,7 +14,6 @@ from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
 from data_pipeline.common.errors import run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
-from pretrain.export import load_export
 from pretrain.models.cpu import configure_cpu
 from pretrain.probes import (
     LEVELS,
@@ -25,6 +24,7 @@ from pretrain.probes import (
     score_by_frequency,
     score_sentences,
 )
+from pretrain.read_export import load_export
 
 
 def measure(
@@ -50,7 +50,7 @@ def measure(
         unigram = {"unigram": by_phenomenon(paradigms, right)}
     model.to(accelerator.device)
     began = time.perf_counter()
-    with progress_bar("scoring", count_work(sentences), "tokens") as bar:
+    with progress_bar("scoring", count_work(sentences, model), "tokens") as bar:
         scores = score_sentences(
             model, sentences, vocabulary, accelerator, within_word, advance=bar.update
         )

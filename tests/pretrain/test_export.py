@@ -31,18 +31,13 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.checkpoint import hash_file, load_model, save_checkpoint
 from pretrain.config import Config, ModelConfig
-from pretrain.export import (
-    check_export_folder,
-    export,
-    find_manifest,
-    load_export,
-    read_marker,
-    read_run_config,
-)
+from pretrain.export import export, find_manifest, read_run_config
+from pretrain.export_folder import check_export_folder, read_marker
 from pretrain.families import FAMILIES, LAYER_NAMES, Family, hf_config
 from pretrain.model_card import model_card
-from pretrain.models.bert import PretrainingModel
+from pretrain.models.bert import PretrainingModel, settle_embeddings
 from pretrain.objectives import objectives_of
+from pretrain.read_export import load_export
 
 FILES = {
     "README.md",
@@ -128,9 +123,31 @@ def run_dir(prepared: Path, store: TokenStore, tmp_path_factory: pytest.TempPath
     return run_dir
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (1e5, "float16")])
+def test_weights_that_are_not_finite_are_not_exported(
+    prepared: Path, vocabulary: Vocabulary, tmp_path: Path, value: float, dtype: str
+) -> None:
+    model = build(len(vocabulary))
+    with torch.no_grad():
+        model.mlm.bias[3] = value
+    with pytest.raises(UserError, match=f"bias is not finite in {dtype}, so nothing is exported"):
+        write(model, prepared, tmp_path / "out", dtype=dtype)
+    assert not list(tmp_path.iterdir())
+
+
 def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
     monkeypatch.setattr(sys, "argv", ["export", *map(str, args)])
     run_command(pretrain.export.main)
+
+
+def settled_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint of `run_dir`, with the embeddings as an export has them."""
+    weights = load_file(checkpoint / "model.safetensors")
+    config = read_run_config(checkpoint.parent.parent)
+    model = PretrainingModel(config.model, len(weights["mlm.bias"]), objectives_of("nsp"))
+    model.load_state_dict(weights)
+    settle_embeddings(model)
+    return model.state_dict()
 
 
 def assert_same_weights(exported: dict, checkpoint: dict) -> None:
@@ -372,15 +389,15 @@ def test_a_run_folder_is_exported_from_its_newest_checkpoint(
     run_cli(monkeypatch, run_dir, tmp_path / "out")
     assert "step-00000008" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
-    checkpoint = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
+    checkpoint = settled_weights(run_dir / "checkpoints/step-00000008")
     state = load_export(tmp_path / "out").state_dict()
     assert_same_weights(state, checkpoint)
     assert "8 steps" in (tmp_path / "out/README.md").read_text()
 
 
-def test_a_checkpoint_is_exported_as_it_is(run_dir, tmp_path, monkeypatch, capsys) -> None:
+def test_any_checkpoint_is_exported(run_dir, tmp_path, monkeypatch, capsys) -> None:
     run_cli(monkeypatch, run_dir / "checkpoints/step-00000004", tmp_path / "a/b/out")
-    checkpoint = load_file(run_dir / "checkpoints/step-00000004/model.safetensors")
+    checkpoint = settled_weights(run_dir / "checkpoints/step-00000004")
     state = load_export(tmp_path / "a/b/out").state_dict()
     assert_same_weights(state, checkpoint)
 
@@ -575,7 +592,7 @@ def test_only_trained_positions_are_exported_unless_more_are_asked_for(
 ) -> None:
     from transformers import AutoTokenizer, BertModel
 
-    trained = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
+    trained = settled_weights(run_dir / "checkpoints/step-00000008")
     trained = trained["embeddings.position.weight"][:64]
     assert trained.std() > 0
     for wanted, options in ((64, []), (150, ["--positions", 150]), (40, ["--positions", 40])):
@@ -809,7 +826,7 @@ def test_an_interrupted_replacement_loses_nothing_and_goes_on(
         replace_file(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain.export.os, "replace", fail)
+        patch.setattr(os, "replace", fail)
         with pytest.raises(SystemExit, match="2"):
             run_cli(patch, run_dir, out)
     assert_one_line_error(capsys, "could not be replaced", "run the same command again")
@@ -940,7 +957,7 @@ def test_the_weights_of_each_dtype_are_the_models_rounded(
     from transformers import BertForPreTraining as Peer
 
     run_cli(monkeypatch, run_dir, tmp_path / "out", "--dtype", dtype)
-    wanted = load_file(run_dir / "checkpoints/step-00000008/model.safetensors")
+    wanted = settled_weights(run_dir / "checkpoints/step-00000008")
     wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in wanted.items()}
     weights = load_file(tmp_path / "out/model.safetensors")
     assert_same_weights(BERT.from_hf(weights, wanted), wanted)

@@ -16,8 +16,8 @@ from data_pipeline.build.probes import encode_texts, read_pairs
 from data_pipeline.common.errors import UserError
 from data_pipeline.sampling.token_store import read_vocabulary
 from pretrain import probes
-from pretrain.export import load_export
 from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency
+from pretrain.read_export import load_export
 
 PAIRS = [
     ("The names are resolved.", "The names is resolved."),
@@ -69,8 +69,9 @@ def test_scores_are_those_of_transformers(straight, monkeypatch, within_word, pa
     monkeypatch.setitem(probes.PASS_TOKENS, "cpu", pass_tokens)
     export, texts, done = straight / "export", [text for pair in PAIRS for text in pair], []
     sentences = encode_texts(export, texts)
+    model = load_export(export)
     scores = probes.score_sentences(
-        load_export(export),
+        model,
         sentences,
         read_vocabulary(export),
         Accelerator(cpu=True),
@@ -80,7 +81,7 @@ def test_scores_are_those_of_transformers(straight, monkeypatch, within_word, pa
     wanted = [slow_score(export, text, within_word) for text in texts]
     np.testing.assert_allclose(scores, wanted, atol=1e-4, rtol=0)
     assert scores[6] == scores[7] and len(set(scores)) == 7
-    assert sum(done) == probes.count_work(sentences)
+    assert sum(done) == probes.count_work(sentences, model)
     assert (len(done) > 7) == (pass_tokens == 40)
 
 
@@ -188,5 +189,5 @@ def test_an_error_is_one_line(straight, tmp_path) -> None:
 
 def test_bytes_that_are_not_text_are_named(tmp_path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"good\tb\xffd\n")
-    with pytest.raises(UserError, match="not UTF-8 at byte 6"):
+    with pytest.raises(UserError, match="not UTF-8 text .byte 6"):
         read_pairs([str(tmp_path / "a.tsv")])

@@ -1,0 +1,125 @@
+"""Read an exported folder, which somebody else may have changed."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import check_regular
+from data_pipeline.common.system import machine_memory
+from data_pipeline.config import check
+from data_pipeline.sampling.token_store import read_vocabulary
+from pretrain.config import ModelConfig
+from pretrain.export_folder import FILES
+from pretrain.families import hf_config, read_hf_config, read_settings
+from pretrain.models.bert import PretrainingModel
+from pretrain.models.build import check_memory, model_of
+from pretrain.models.electra import GENERATOR, Electra
+from pretrain.objectives import MaskedLM, ReplacedTokens
+
+
+def load_export(folder: Path) -> PretrainingModel:
+    """Load this project's model, in float32, from an exported folder.
+
+    Raises `UserError` if there is none, or if its files are damaged or do not fit together.
+    """
+    missing = [name for name in FILES[:-1] if not (folder / name).exists()]
+    check(
+        not missing,
+        f"no exported model in {folder}, {' and '.join(missing[:2])} missing; python -m pretrain "
+        "makes one, and python -m pretrain.export exports any checkpoint",
+    )
+    settings = read_settings(folder)
+    model = ModelConfig(**read_hf_config(settings, folder / "config.json"))
+    absent = [name for name in hf_config(asdict(model), 0, "") if name not in settings]
+    check(
+        not absent,
+        f"{folder / 'config.json'} has no {' and no '.join(absent[:2])}, which every export of "
+        "this project has; give a folder that python -m pretrain.export wrote",
+    )
+    for part in filter(Path.exists, (folder, folder / GENERATOR)):
+        check_weights(part)
+        check_settings(part, read_settings(part))
+    pieces = len(read_vocabulary(folder))
+    check(
+        pieces == settings["vocab_size"],
+        f"{folder / 'vocab.txt'} has {pieces:,} pieces, and config.json says "
+        f"{settings['vocab_size']:,}; export the model again",
+    )
+    try:
+        return read_model(folder)
+    except (KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder / 'model.safetensors'} is not of the model in config.json: {reason}"
+        ) from None
+
+
+def check_settings(folder: Path, settings: dict) -> ModelConfig:
+    """Check the `config.json` of a folder, and that this machine has the memory for its model.
+
+    Returns the section `model` of it. Raises `UserError`.
+    """
+    path = folder / "config.json"
+    model = ModelConfig(**read_hf_config(settings, path))
+    try:
+        model.validate()
+        pieces = settings.get("vocab_size") or 1
+        check_memory(model, pieces, "none", 1, machine_memory())
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return model
+
+
+def load_pretrained(loader: type, folder: Path, **options) -> Any:
+    """Load a tokenizer or a model from a folder by a class of transformers; runs no code of it.
+
+    Raises `UserError` for whatever that class raises, since somebody else may have made the folder.
+    """
+    check_settings(folder, read_settings(folder))
+    check_weights(folder)
+    try:
+        return loader.from_pretrained(folder, trust_remote_code=False, **options)
+    except Exception as error:
+        raise unusable(folder, error) from None
+
+
+def unusable(folder: Path, error: Exception) -> UserError:
+    """Build the error for a folder that transformers cannot use; it has no class for them."""
+    reason = " ".join(str(error).split())[:200]
+    return UserError(
+        f"{folder} cannot be used ({type(error).__name__}: {reason}); export or copy it again"
+    )
+
+
+def read_model(folder: Path) -> PretrainingModel:
+    """Read the model of a sound export, in float32."""
+    settings = read_settings(folder)
+    config = ModelConfig(**read_hf_config(settings, folder / "config.json"))
+    family, classes, pieces = config.family, settings["architectures"], settings["vocab_size"]
+    if family.discriminator is None:
+        model = model_of(config, pieces, "nsp" if family.pairs in classes else "none")
+    elif (folder / GENERATOR / "config.json").exists():
+        width = read_settings(folder / GENERATOR)["hidden_size"]
+        model = Electra(replace(config, generator_size=width / config.hidden_size), pieces)
+    else:
+        head = ReplacedTokens() if family.discriminator in classes else MaskedLM()
+        model = PretrainingModel(config, pieces, (head,))
+    for name, part in model.parts().items():
+        weights = load_file(folder / name / "model.safetensors")
+        part.load_state_dict(family.from_hf(weights, part.state_dict()))
+    return model.eval()
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `UserError` if the file of weights in an exported folder is cut short or damaged."""
+    path = folder / "model.safetensors"
+    if path.exists():
+        check_regular(path)
+        try:
+            safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged: {error}; export or copy it again") from None
