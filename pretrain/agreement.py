@@ -4,29 +4,48 @@ A rank that decided by itself would skip a step that the others make, or wait fo
 stopped.
 """
 
+import socket
 from collections.abc import Sequence
 from signal import Signals
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import gather_object
+from torch import Tensor, nn
 
 from data_pipeline.common.signals import CAUGHT, received_signal
+from data_pipeline.sampling.batches import send
+from pretrain.objectives import ROW
+from pretrain.sharding import asks_for_shards
+from pretrain.watch import mark
 
 
-def agree_on_step(sums: Tensor, accelerator: Accelerator) -> tuple[Tensor, Signals | None]:
-    """Add up the sums of a step over all ranks (a collective call).
+def agree_on_step(sums: Tensor, norm: Tensor, accelerator: Accelerator) -> Tensor:
+    """Add up what a step has found over all ranks, for `read_step` (a collective call).
 
     sums: float64 (objectives, ROW).
-    Returns the sums, and the signal that any rank has caught; one reduction carries both.
+    norm: scalar, the gradient norm, which is the same on all ranks unless one of them is sick.
+    Returns float64: the mean of the norms, which is not finite if that of any rank is not; the
+    signals that ranks have caught; and the sums. The host need not wait for it.
     """
-    found = torch.cat([sums.flatten(), flag_signal(accelerator)])
-    found = accelerator.reduce(found)
-    return found[: sums.numel()].view_as(sums), name_signal(found[sums.numel() :].tolist())
+    # exact: float64 holds the sum of some million equal float32
+    norm = norm.double().view(1) / accelerator.num_processes
+    return accelerator.reduce(torch.cat([norm, flag_signal(accelerator), sums.flatten()]))
+
+
+def read_step(found: Tensor) -> tuple[Tensor, float, Signals | None]:
+    """Read what `agree_on_step` has found: the sums, on the CPU, the gradient norm and the signal.
+
+    The host waits here for a GPU to finish the step, and nowhere else.
+    """
+    found = found.cpu()
+    norm, *counts = found[: 1 + len(CAUGHT)].tolist()
+    return found[1 + len(CAUGHT) :].view(-1, ROW), norm, name_signal(counts)
 
 
 def agree_on_signal(accelerator: Accelerator) -> Signals | None:
     """Return the signal that any rank has caught, or None (a collective call)."""
+    mark()
     if accelerator.num_processes == 1:
         return received_signal()
     return name_signal(accelerator.reduce(flag_signal(accelerator)).tolist())
@@ -35,9 +54,31 @@ def agree_on_signal(accelerator: Accelerator) -> Signals | None:
 def flag_signal(accelerator: Accelerator) -> Tensor:
     """Tell which signal this rank has caught: float64, 0 or 1 for each of `CAUGHT`."""
     flags = [float(number == received_signal()) for number in CAUGHT]
-    return torch.tensor(flags, dtype=torch.float64, device=accelerator.device)
+    return send(torch.tensor(flags, dtype=torch.float64), accelerator.device)
 
 
 def name_signal(counts: Sequence[float]) -> Signals | None:
     """Name the signal that ranks have caught, from the number of them for each of `CAUGHT`."""
     return next((number for number, count in zip(CAUGHT, counts, strict=True) if count), None)
+
+
+def explain_difference(model: nn.Module, accelerator: Accelerator) -> str:
+    """Compare the weights of all ranks, unless each holds its shard only (a collective call).
+
+    model: float32. Sums of the bits do not depend on the order of addition, so that GPUs of
+    different kinds have the same.
+    Returns "", or the error message that names a rank with other weights than rank 0.
+    """
+    if accelerator.num_processes == 1 or asks_for_shards():
+        return ""
+    parameters = (parameter.detach() for parameter in model.parameters())
+    bits = sum(p.view(torch.int32).sum(dtype=torch.int64) for p in parameters).item()
+    (_, first), *others = gather_object([(socket.gethostname(), bits)])
+    for rank, (host, other) in enumerate(others, 1):
+        if other != first:
+            return (
+                f"rank {rank} on {host} has other weights than rank 0, so no checkpoint is "
+                "written; the memory or the GPU of one of them is at fault. Start the same command "
+                "again, on another machine if this recurs, to go on from the checkpoint before"
+            )
+    return ""

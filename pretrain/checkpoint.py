@@ -15,14 +15,31 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
+from data_pipeline.common.reading import COUNT, SHA256, check_regular, read_json
 from pretrain.sharding import shard_like, unshard
+from pretrain.tracking import to_json
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 NAME = re.compile(r"step-(\d{8})")
+PHASE = {"start": COUNT, "end": COUNT, "schedule_start": COUNT}
+STATE = {  # shape of state.json of any schema
+    "step": COUNT,
+    "running_sums?": [[(float, None)]],
+    "evaluation?": {str: (float, None)},
+    "part_sizes?": list,
+    "monitor?": {str: object},
+    "restarted?": bool,
+}
+HASHES = {"vocab_sha256": str, "data_sha256": str}
+STATES = (  # schema 1 had a contract
+    STATE | {"fingerprint": HASHES | {"schema?": COUNT, "phases?": [PHASE]}},
+    STATE | {"contract": HASHES},
+)
 
 
 def save_checkpoint(
@@ -38,13 +55,21 @@ def save_checkpoint(
     those of every `keep_every`th step.
 
     A collective call, since tensors may be sharded; only the process with `writes` writes.
-    Raises `UserError` if writing fails, as on a full disk; earlier checkpoints stay.
+    Raises `UserError` if a tensor is not finite, or if writing fails, as on a full disk; earlier
+    checkpoints stay.
     """
     model_tensors = tensors_of(model.state_dict(), writes)
     optimizer_tensors = tensors_of(optimizer_state(model, optimizers), writes)
     final = folder / f"step-{state['step']:08d}"
     if not writes:
         return final
+    if sick := name_not_finite(model_tensors | optimizer_tensors):
+        good = last_good(folder)
+        raise UserError(
+            f"{sick} is not finite at step {state['step']:,}, so no checkpoint is written; the "
+            f"last good one is {good.name if good else 'none'}. Lower train.learning_rate or "
+            "lengthen train.warmup_steps, in another run_dir"
+        )
     temporary = final.with_name(final.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -57,6 +82,8 @@ def save_checkpoint(
         save_file(model_tensors, temporary / FILES[0])
         save_file(optimizer_tensors, temporary / FILES[1])
         (temporary / FILES[2]).write_text(to_json(state, indent=1) + "\n")
+        for name in FILES[:2]:  # safetensors lets nobody else read its files
+            (temporary / name).chmod((temporary / FILES[2]).stat().st_mode)
         manifest = {name: hash_file(temporary / name) for name in FILES}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for path in [*temporary.iterdir(), temporary]:
@@ -74,6 +101,11 @@ def save_checkpoint(
         if not keep_every or int(NAME.fullmatch(old.name)[1]) % keep_every:
             shutil.rmtree(old)
     return final
+
+
+def name_not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
+    """Name the first tensor that holds NaN or an infinity, or return None."""
+    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
 
 
 def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
@@ -124,7 +156,7 @@ def find_fault(checkpoint: Path) -> str | None:
     Raises `UserError` if a file is there and cannot be read, which tells nothing about it.
     """
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+        manifest = read_json(checkpoint / "manifest.json", dict.fromkeys(FILES, SHA256), "")
         for name in FILES:
             if hash_file(checkpoint / name) != manifest[name]:
                 return f"{name} is not what was written"
@@ -135,7 +167,7 @@ def find_fault(checkpoint: Path) -> str | None:
             f"{error.filename or checkpoint} cannot be read: {error.strerror}; nothing was "
             "changed, so run the same command again when it can be"
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except UserError:
         return "manifest.json is not what was written"
     return None
 
@@ -157,6 +189,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
     for checkpoint, fault in faults.items():
         print(f"warning: {checkpoint} is damaged ({fault})")
     return found
+
+
+def last_good(folder: Path, latest: float = math.inf) -> Path | None:
+    """Find the newest intact checkpoint whose last step was not skipped, or None.
+
+    latest: the most steps that it may have.
+    """
+    for checkpoint in reversed(list_checkpoints(folder)):
+        if int(NAME.fullmatch(checkpoint.name)[1]) <= latest and find_fault(checkpoint) is None:
+            if not read_state(checkpoint).get("monitor", {}).get("in_a_row"):
+                return checkpoint
+    return None
 
 
 def resume_checkpoint(folder: Path) -> Path | None:
@@ -181,22 +225,18 @@ def resume_checkpoint(folder: Path) -> Path | None:
     return found
 
 
-def to_json(value, indent: int | None = None) -> str:
-    """Encode a value as JSON, with null for NaN and infinities, which JSON lacks."""
-
-    def finite(part):
-        if isinstance(part, dict):
-            return {name: finite(item) for name, item in part.items()}
-        if isinstance(part, list | tuple):
-            return [finite(item) for item in part]
-        return None if isinstance(part, float) and not math.isfinite(part) else part
-
-    return json.dumps(finite(value), indent=indent, allow_nan=False)
-
-
 def read_state(checkpoint: Path) -> dict:
-    """Read the `state` that `save_checkpoint` was given."""
-    return json.loads((checkpoint / "state.json").read_text())
+    """Read the `state` that `save_checkpoint` was given; raises `UserError` if it is another."""
+    return read_json(checkpoint / "state.json", STATES, "put a sound copy of the checkpoint back")
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Load the tensors of a file; raises `UserError` if it is damaged."""
+    check_regular(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: {error}; put a sound copy back") from None
 
 
 def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
@@ -204,10 +244,13 @@ def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
 
     Drops the heads that the model lacks: runs without sentence pairs once kept them, untrained.
     """
-    weights = load_file(checkpoint / "model.safetensors")
+    weights = load_tensors(checkpoint / "model.safetensors")
     heads = {name for name in weights if name.startswith(("pooler.", "nsp."))}
     for name in heads - model.state_dict().keys():
         del weights[name]
+    own = model.state_dict()
+    for name in weights.keys() & own.keys():
+        weights[name] = shard_like(weights[name], own[name])
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -221,7 +264,10 @@ def load_optimizers(
     """Load the states of the optimizers from a checkpoint."""
     parameters = dict(model.named_parameters())
     owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
-    for name, value in load_file(checkpoint / "optimizer.safetensors").items():
-        parameter_name, key = name.split("/")
-        parameter = parameters[parameter_name]
+    path = checkpoint / "optimizer.safetensors"
+    for name, value in load_tensors(path).items():
+        parameter_name, _, key = name.partition("/")
+        parameter = parameters.get(parameter_name)
+        if parameter is None or not key:
+            raise UserError(f"{path} has {name}, and the model has not; it is of another model")
         owner[id(parameter)].state[parameter][key] = shard_like(value, parameter)

@@ -36,6 +36,7 @@ MODEL = (
     "position_embedding_type",
     "embedding_size",
     "num_hidden_groups",
+    "generator_size",
 )
 DATA = ("objective", "masking", "mask_replace_prob", "random_replace_prob")
 TRAIN = (
@@ -89,8 +90,12 @@ def read_fingerprint(state: dict) -> dict:
 
     Raises `UserError` if a later version wrote it.
     """
-    saved = state.get("fingerprint") or convert_schema_1(state["contract"])
-    if saved["schema"] > SCHEMA:
+    try:
+        saved = state.get("fingerprint") or convert_schema_1(state["contract"])
+        newest = saved["schema"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the fingerprint of the checkpoint is damaged: {error!r}") from None
+    if newest > SCHEMA:
         raise UserError(
             f"the checkpoint has schema {saved['schema']}, and this version reads 1 to {SCHEMA}; "
             "use the version of bert-pretrain that wrote it, or a later one"

@@ -1,5 +1,5 @@
-"""Health checks of a run: warn once about each kind of trouble, and count the steps that are
-skipped because their gradient is not finite.
+"""Health checks of a run: warn once about each kind of trouble, count the steps that are skipped
+because their gradient is not finite, and say why a run is lost.
 
 All ranks see the same numbers and take the same decisions. The state is kept in the checkpoint.
 """
@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.sampling.baselines import unigram_entropy
-from pretrain.checkpoint import to_json
-from pretrain.config import Phase, TrainConfig, phase_at
+from pretrain.checkpoint import last_good
+from pretrain.config import TrainConfig
 
 MOST_SKIPPED = 5  # steps in a row, after which the run stops
+RECENT = 100  # steps, whose medians say what is usual
 PLATEAU = 0.1  # nats below the unigram entropy; a model that uses context gets past this
-EXPLODING, NORMS = 10, 100  # warn above 10 x the median of the last 100 gradient norms
+EXPLODING = 10  # x the usual gradient norm
+SPIKE, SPIKE_STEPS = 1.0, 10  # nats above the usual MLM loss, in each of as many steps in a row
+DIVERGED = 2  # x the loss of guessing each token alike, which no model is worse than by design
 MUCH_WAITING, MUCH_UNKNOWN = 0.05, 0.05  # warn above: share of time, share of tokens
 
 
@@ -38,8 +41,11 @@ class Monitor:
         state: dict,
         log_line: Callable[[str], None],
     ):
-        self.state = {"skipped": 0, "in_a_row": 0, "norms": [], "said": []} | state
+        fresh = {"skipped": 0, "in_a_row": 0, "norms": [], "said": [], "loss": 0.0}
+        fresh |= {"losses": [], "above": 0, "rollbacks": 0, "went_back_to": None}
+        self.state = fresh | state
         self.train, self.log_line, self.entropy = train, log_line, unigram_entropy(counts)
+        self.guessing = math.log(len(counts))
         # by this step even slow recipes like BERT's have left the plateau, if the model learns
         self.late = min(train.max_steps // 2, train.warmup_steps + 5000)
         share = counts[unknown] / counts.sum()
@@ -61,15 +67,58 @@ class Monitor:
             self.warn("skipped", f"the gradient of step {step:,} is {norm}; it is skipped")
             return False
         state["in_a_row"] = 0
-        if len(norms) == NORMS and norm > EXPLODING * (usual := statistics.median(norms)):
+        if len(norms) == RECENT and norm > EXPLODING * (usual := statistics.median(norms)):
             line = f"the gradient of step {step:,} has norm {norm:.3g}, the median is {usual:.3g}"
             self.warn("exploding", f"{line}; does train.learning_rate suit?")
-        state["norms"] = [*norms, norm][-NORMS:]
+        state["norms"] = [*norms, norm][-RECENT:]
         return True
 
     def should_abort(self) -> bool:
         """Tell whether `MOST_SKIPPED` steps in a row were skipped."""
         return self.state["in_a_row"] >= MOST_SKIPPED
+
+    def has_spiked(self, loss: float, is_new_phase: bool) -> bool:
+        """Tell whether the MLM loss is `SPIKE` nats above the usual for `SPIKE_STEPS` steps now.
+
+        loss: of a step, in nats; not finite if the step is skipped, which then counts for nothing.
+        is_new_phase: forget what was usual, since another length or mask rate has another loss.
+        """
+        state = self.state
+        if is_new_phase:
+            state |= {"losses": [], "above": 0}
+        losses = state["losses"]
+        if len(losses) == RECENT and loss > statistics.median(losses) + SPIKE:
+            state["above"] += 1
+        elif math.isfinite(loss):
+            state |= {"losses": [*losses, loss][-RECENT:], "above": 0}
+        return state["above"] == SPIKE_STEPS
+
+    def explain_spike(self, done: int) -> str:
+        """Begin the message about a spike that the first `done` steps end with."""
+        usual = statistics.median(self.state["losses"])
+        return (
+            f"the MLM loss of the {SPIKE_STEPS} steps to {done:,} is more than {SPIKE:g} nats "
+            f"above the usual {usual:.3f}"
+        )
+
+    def accept_spike(self, done: int) -> None:
+        """Warn, once, and take the loss from here on as the usual one."""
+        self.warn("spike", self.explain_spike(done))
+        self.state |= {"losses": [], "above": 0}
+
+    def note_rollback(self, done: int, to: str) -> None:
+        """Log and count a return to the weights of checkpoint `to`."""
+        self.log_line(
+            f"warning: {self.explain_spike(done)}; the run goes on with the weights of {to}, and "
+            "the steps since then are passed over"
+        )
+        rollbacks = self.state["rollbacks"] + 1
+        self.state |= {"above": 0, "rollbacks": rollbacks, "went_back_to": to}
+
+    @property
+    def is_sick(self) -> bool:
+        """Tell whether the last step was skipped, or its loss far above the usual."""
+        return bool(self.state["in_a_row"] or self.state["above"])
 
     def check_health(self, done: int, metrics: dict[str, float], pairs: float) -> dict[str, float]:
         """Warn about slow data, a loss on the plateau and NSP at chance level.
@@ -82,31 +131,40 @@ class Monitor:
         if wait > MUCH_WAITING and done > self.train.log_every:
             self.warn("data_wait", f"{wait:.0%} of the time is spent waiting for data")
         loss, right = metrics["train/mlm_loss"], metrics.get("train/nsp_accuracy", 1.0)
+        if math.isfinite(loss):  # else all steps since the last line were skipped
+            self.state["loss"] = loss
         is_late = done - self.train.log_every < self.late <= done  # true at one log line
         if is_late and loss > self.entropy - PLATEAU:
             line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
             self.warn("plateau", f"{line} (unigram entropy {self.entropy:.3f})")
         two_sigma = 1 / math.sqrt(max(pairs, 1))  # of the accuracy of a fair coin
-        if is_late and right < 0.5 + two_sigma:
+        if is_late and pairs and right < 0.5 + two_sigma:
             self.warn("nsp", f"after {done:,} steps NSP accuracy is {right:.3f}, that of guessing")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
-        return {"train/skipped_steps": self.state["skipped"]} | said
+        counts = {"skipped_steps": self.state["skipped"], "rollbacks": self.state["rollbacks"]}
+        return {f"train/{name}": count for name, count in counts.items()} | said
 
-    def dump_bad_batch(
-        self, run_dir: Path, step: int, phases: list[Phase], losses: list[float]
-    ) -> str:
-        """Write `bad_batch.json`, from which the batch of `step` can be rebuilt.
-
-        `BatchSource.batch(first, count)` of its phase builds it.
-        Returns the error message to stop with.
-        """
-        phase = phase_at(phases, step)
-        size, number = phase.train.global_batch_size, phases.index(phase)
-        found = {"step": step, "phase": number, "first": (step - phase.start) * size}
-        found |= {"count": size, "losses": losses}
-        (run_dir / "bad_batch.json").write_text(to_json(found) + "\n")
+    def explain_skips(self, step: int, run_dir: Path) -> str:
+        """Return the error message to stop with after `MOST_SKIPPED` skips, the last at `step`."""
         return (
             f"the gradients of {MOST_SKIPPED} steps in a row are not finite, the last is step "
-            f"{step:,} (its examples are in {run_dir / 'bad_batch.json'}); lower "
+            f"{step:,} ({run_dir / 'metrics.jsonl'} has the examples of each); the last good "
+            f"checkpoint is {last_good(run_dir / 'checkpoints') or 'none'}. Lower "
             "train.learning_rate or lengthen train.warmup_steps, in another run_dir"
+        )
+
+    def explain_divergence(self, evaluation: dict[str, float | None]) -> str:
+        """Return the error message of a finished run whose model is lost; "" for any other.
+
+        evaluation: the last one; without any the training loss decides. A checkpoint holds null for
+        a loss that was not finite.
+        """
+        loss = evaluation.get("eval/mlm_loss", self.state["loss"])
+        loss = math.nan if loss is None else loss
+        if loss <= DIVERGED * self.guessing:
+            return ""
+        return (
+            f"the run has diverged: its MLM loss is {loss:,.6g} nats, and guessing each token "
+            f"alike has {self.guessing:.3g}; no export is written. Lower train.learning_rate or "
+            "lengthen train.warmup_steps, in another run_dir"
         )

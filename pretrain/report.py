@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from data_pipeline.common.errors import run_command
 from data_pipeline.common.folders import write_file
@@ -42,6 +42,7 @@ NEAR = 3000  # most frequent words to look for neighbours in; rare ones have har
 EXPLODED = 4  # times the median gradient norm, above which a chart is cut off
 WARNINGS = {  # metric of the monitor -> what it says
     "monitor/skipped": "the gradient of a step was not finite; the step was skipped",
+    "monitor/spike": "the MLM loss was far above the usual one for several steps",
     "monitor/exploding": "a gradient norm was far above the usual one",
     "monitor/plateau": "no context was used yet",
     "monitor/nsp": "the accuracy on pairs was that of guessing",
@@ -107,20 +108,16 @@ class RunRecord:
 
         Each log line gives the mean tokens of a sequence, and the phases the sequences of a step.
         """
-        rates = zip(
-            self.series("perf/tokens_per_second"),
-            self.series("perf/sequences_per_second"),
-            strict=True,
-        )
+        rates = dict(self.series("perf/sequences_per_second"))
         steps, tokens = [0], [0.0]
-        for (step, of_tokens), (_, of_sequences) in rates:
+        for step, of_tokens in self.series("perf/tokens_per_second"):
             sequences = sum(
                 max(0, min(step, phase.end) - max(steps[-1], phase.start))
                 * phase.train.global_batch_size
                 for phase in self.phases
             )
             steps.append(step)
-            tokens.append(tokens[-1] + sequences * of_tokens / max(of_sequences, 1e-9))
+            tokens.append(tokens[-1] + sequences * of_tokens / max(rates.get(step, np.inf), 1e-9))
         return np.array(steps), np.array(tokens)
 
     @cached_property
@@ -288,6 +285,9 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
             },
             percent=True,
         ),
+        *draw_metrics(
+            runs, "Replaced tokens", "area under the curve; guessing: 0.5", {"eval/rtd_auc": ""}
+        ),
         *draw_metrics(runs, "Loss by frequency of the token", "held out, nats", frequencies),
         *draw_metrics(
             runs,
@@ -408,15 +408,20 @@ def find_neighbours(run: RunRecord) -> dict | None:
 
     The MLM bias tells how frequent a token is. The most frequent words are passed over, since they
     are function words.
-    Returns {step, words: [(word, its neighbours)]}; None without a checkpoint or vocabulary.
+    Returns {step, words: [(word, its neighbours)]}; None without a sound checkpoint or vocabulary.
     """
     checkpoints = list_checkpoints(run.run_dir / "checkpoints")
     if not checkpoints or not (run.run_dir / "vocab/vocab.txt").exists():
         return None
     vocabulary = read_vocabulary(run.run_dir / "vocab")
-    with safe_open(checkpoints[-1] / "model.safetensors", "np") as tensors:
-        vectors = tensors.get_tensor("embeddings.word.weight")
-        bias = tensors.get_tensor("mlm.bias")
+    try:
+        with safe_open(checkpoints[-1] / "model.safetensors", "np") as tensors:
+            vectors = tensors.get_tensor("embeddings.word.weight")
+            bias = tensors.get_tensor("mlm.bias")
+    except (SafetensorError, OSError):
+        return None
+    if not len(vocabulary) == len(vectors) == len(bias):
+        return None
     pieces = vocabulary.pieces
     words = [i for i in vocabulary.ordinary.tolist() if pieces[i].isalpha()]
     words = sorted(words, key=lambda i: -bias[i])[:NEAR]  # a piece with ## is not alphabetic

@@ -1,20 +1,42 @@
-"""Record the metrics of a run in `metrics.jsonl`, and report them to wandb."""
+"""Record the metrics of a run in `metrics.jsonl`, and report them to wandb:
+`python -m pretrain.tracking RUN_DIR [key=value ...]` sends a whole record to its wandb run.
 
+A run reports from a process of its own, which reads the record as it grows: whatever wandb waits
+for, training does not, and nothing is lost that the record has.
+"""
+
+import argparse
 import json
+import math
+import os
 import secrets
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
-from pretrain.checkpoint import to_json
+from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.reading import COUNT, check_regular, find_fault
+from data_pipeline.config import check, load_config
+from pretrain.config import Config
+
+PATIENCE = 30  # seconds that the end of a run waits for wandb
+
+LINE = {"step": COUNT, "fillings?": [{"sentence": str, "masks": list}]}  # shape of a line
+METRICS = {str: (None, float)}  # shape of those of its values whose name has a slash
 
 
 class Tracker:
-    """Append metrics to `run_dir/metrics.jsonl` and report them to a wandb project, if given.
+    """Append metrics to `run_dir/metrics.jsonl`, and start their report to wandb, if asked for.
 
     Removes lines after `step`, which a resumed run writes again, and moves damaged ones to
-    `metrics.jsonl.damaged`, with a warning. An error of wandb turns it off with a warning.
+    `metrics.jsonl.damaged`, with a warning.
     """
 
-    def __init__(self, run_dir: Path, step: int, project: str | None, config: dict):
+    def __init__(self, run_dir: Path, step: int, reports: bool):
         self.path = run_dir / "metrics.jsonl"
         lines, damaged = sort_lines(self.path)
         kept = [line for line in lines if line["step"] <= step]
@@ -27,44 +49,79 @@ class Tracker:
         temporary.write_text("".join(to_json(line) + "\n" for line in kept))
         temporary.replace(self.path)
         self.file = open(self.path, "a")
-        self.wandb = None
-        if project:
-            self.try_wandb(lambda: self.start_wandb(run_dir, project, config))
+        self.reporter = None
+        if reports:
+            command = [sys.executable, "-m", "pretrain.tracking", str(run_dir), "--follow"]
+            self.reporter = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def log(self, step: int, metrics: dict[str, float], **others) -> None:
         """Record metrics after `step` finished steps; wandb gets no `others`."""
         self.file.write(to_json({"step": step} | metrics | others) + "\n")
         self.file.flush()
-        if self.wandb:
-            self.try_wandb(lambda: self.wandb.log(metrics, step=step))
 
     def close(self) -> None:
+        """Close the record, and give wandb `PATIENCE` seconds to take the rest of it."""
         self.file.close()
-        if self.wandb:
-            self.try_wandb(self.wandb.finish)
-
-    def start_wandb(self, run_dir: Path, project: str, config: dict) -> None:
-        import wandb
-
-        name = run_dir / "wandb_id.txt"  # a resumed run continues its wandb run
-        if not name.exists():
-            name.write_text(secrets.token_hex(4))
-        self.wandb = wandb.init(
-            project=project,
-            id=name.read_text(),
-            name=run_dir.name,
-            dir=run_dir,
-            config=config,
-            resume="allow",
-            settings=wandb.Settings(init_timeout=60),
-        )
-
-    def try_wandb(self, action) -> None:
+        if self.reporter is None:
+            return
         try:
-            action()
-        except Exception as error:  # of any kind: tracking must not stop a run
-            self.wandb = None
-            print(f"warning: wandb is off for this run, metrics.jsonl is still written: {error}")
+            self.reporter.communicate(b"over", timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.reporter.pid, signal.SIGKILL)
+            self.reporter.wait()
+            print(
+                f"warning: wandb has not taken the whole record in {PATIENCE} s; python -m "
+                f"pretrain.tracking {self.path.parent} sends it again"
+            )
+
+
+def report(run_dir: Path, config: Config, lines: Iterable[dict]) -> None:
+    """Send the lines of a record to the wandb run of `run_dir`, but for those that it has."""
+    import wandb
+
+    identity = run_dir / "wandb_id.txt"  # a resumed run continues its wandb run
+    if not identity.exists():
+        identity.write_text(secrets.token_hex(4))
+    settings = config.tracking
+    run = wandb.init(
+        project=settings.wandb,
+        entity=settings.entity,
+        name=settings.name or run_dir.name,
+        group=settings.group,
+        tags=settings.tags,
+        id=identity.read_text(),
+        dir=run_dir,
+        config=asdict(config),
+        resume="allow",
+        settings=wandb.Settings(init_timeout=60),
+    )
+    first = run.step  # 0, or the first that it lacks
+    exit_code = 0
+    try:
+        for line in lines:
+            metrics = {name: value for name, value in metrics_in(line).items() if value is not None}
+            if metrics and line["step"] >= first:
+                run.log(metrics, step=line["step"])
+    except EOFError:
+        exit_code = 1
+    run.finish(exit_code)
+
+
+def follow(path: Path) -> Iterator[dict]:
+    """Yield the lines of a record as they are written, until the input of this process ends.
+
+    Raises `EOFError` at the end if the run has not said that it is over. From the end on, this
+    process lives for `PATIENCE` seconds at most.
+    """
+    rest, is_over = b"", []
+    with open(path, "rb") as file:
+        while not is_over:
+            is_over, _, _ = select.select([sys.stdin], [], [], 1.0)
+            *whole, rest = (rest + file.read()).split(b"\n")
+            yield from sort(whole)[0]
+    signal.alarm(PATIENCE)
+    if not sys.stdin.read():
+        raise EOFError("the run ended without a word")
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -77,13 +134,68 @@ def sort_lines(path: Path) -> tuple[list[dict], list[bytes]]:
 
     What follows the last line break is neither: a killed run leaves it, and writes that line again.
     """
+    if not path.exists():
+        return [], []
+    check_regular(path)
+    *whole, _ = path.read_bytes().split(b"\n")
+    return sort(whole)
+
+
+def sort(whole: list[bytes]) -> tuple[list[dict], list[bytes]]:
+    """Part whole lines into those of a record, parsed, and others."""
     lines, damaged = [], []
-    *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for line in whole:
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
-        is_sound = isinstance(found, dict) and isinstance(found.get("step"), int)
+        is_sound = find_fault(found, LINE) is None and not find_fault(metrics_in(found), METRICS)
         (lines if is_sound else damaged).append(found if is_sound else line)
     return lines, damaged
+
+
+def metrics_in(line: dict) -> dict[str, float | None]:
+    """Leave out of a line what is not a metric."""
+    return {name: value for name, value in line.items() if "/" in name}
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """Encode a value as JSON, with null for NaN and infinities, which JSON lacks."""
+
+    def finite(part):
+        if isinstance(part, dict):
+            return {name: finite(item) for name, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [finite(item) for item in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pretrain.tracking", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
+    config = load_config(Config, str(args.run_dir / "config.yaml"), args.overrides)
+    check(
+        config.tracking.wandb,
+        f"{args.run_dir / 'config.yaml'} names no project; add tracking.wandb=PROJECT",
+    )
+    record = args.run_dir / "metrics.jsonl"
+    try:
+        report(args.run_dir, config, follow(record) if args.follow else read_metrics(record))
+    except Exception as error:  # of any kind: what wandb raises has no common class
+        line = f"wandb has not taken the record: {error}"
+        if not args.follow:
+            raise UserError(line) from None
+        print(
+            f"warning: {line}; metrics.jsonl is still written, and python -m pretrain.tracking "
+            f"{args.run_dir} sends it",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    run_command(main)

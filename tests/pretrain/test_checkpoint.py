@@ -163,3 +163,10 @@ def test_an_export_takes_the_newest_sound_checkpoint_and_changes_none(
     done = export(run_dir, tmp_path / "none")
     assert done.returncode == 2 and "has no sound checkpoint" in done.stderr
     assert contents(run_dir) == before
+
+
+def test_files_of_a_run_can_be_read_by_those_whom_the_umask_lets(straight: Path) -> None:
+    """safetensors writes its files for their owner alone."""
+    weights = [*straight.rglob("*.safetensors")]
+    wanted = (straight / "export/config.json").stat().st_mode
+    assert len(weights) > 2 and {path.stat().st_mode for path in weights} == {wanted}

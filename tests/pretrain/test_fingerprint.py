@@ -11,6 +11,7 @@ from helpers import NO_DROPOUT, SCHEMA_1, contents, metrics, newest, train_here
 from safetensors.torch import load_file
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import hash_file
 from data_pipeline.config import PairsConfig, load_config
 from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig, TrainConfig
@@ -144,7 +145,7 @@ def test_another_vocabulary_text_or_precision_is_refused(name: str) -> None:
 FREE = {  # change neither data nor mathematics
     *("extra", "extend", "compile", "gradient_checkpointing", "micro_batch_size"),
     *("log_every", "eval_every", "eval_examples", "save_every", "keep_checkpoints", "timeout_s"),
-    *("keep_every", "restart"),
+    *("keep_every", "restart", "on_spike"),
 }
 
 
@@ -255,6 +256,8 @@ def test_a_run_keeps_its_vocabulary_and_fingerprint(prepared: Path, tmp_path: Pa
     kept = contents(tmp_path / "run/vocab")
     assert kept == {name: vocab[name] for name in kept} and "vocab.txt" in kept and len(kept) == 3
     said = json.loads((tmp_path / "run/fingerprint.json").read_text())
+    hashes = {name: hash_file(tmp_path / "run/vocab" / name) for name in kept}
+    assert said.pop("vocab_files") == hashes
     assert said == read_state(newest_checkpoint(tmp_path / "run/checkpoints"))["fingerprint"]
 
 

@@ -1,6 +1,5 @@
 """A sick run is named, a step without a gradient skipped, and a run that is lost stops."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -8,17 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_run, metrics, newest, run, train_here
+from helpers import NO_DROPOUT, assert_same_run, command, fork, metrics, newest, run, train_here
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
-from pretrain.checkpoint import newest_checkpoint, read_state
+from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from pretrain.config import TrainConfig
 from pretrain.models.bert import PretrainingModel
-from pretrain.monitor import MOST_SKIPPED, NORMS, Monitor
+from pretrain.monitor import MOST_SKIPPED, RECENT, SPIKE_STEPS, Monitor
 
 TRAIN = TrainConfig(max_steps=1000, warmup_steps=100, log_every=10)
+NOTHING = {"train/skipped_steps": 0, "train/rollbacks": 0}
 SOUND = {"train/mlm_loss": 0.5, "train/nsp_accuracy": 0.7, "perf/data_wait": 0.0}
 
 
@@ -47,9 +48,11 @@ def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
 # ------------------------------------------------------------------------------ skipped steps
 
 
+@pytest.mark.parametrize("skips_there", [False, True])  # on a GPU, where AdamW skips by itself
 def test_a_step_without_a_gradient_leaves_weights_and_optimizer_as_they_were(
-    prepared: Path, store: TokenStore, tmp_path: Path, monkeypatch, capsys
+    skips_there, prepared: Path, store: TokenStore, tmp_path: Path, monkeypatch, capsys
 ) -> None:
+    monkeypatch.setattr("pretrain.train.skips_there", lambda *_: skips_there)
     every = ("train.save_every=1", "train.keep_checkpoints=12")
     train_here(prepared, tmp_path / "sound", *every)
     plant(monkeypatch, store, 11)
@@ -82,28 +85,283 @@ def test_a_skipped_step_is_skipped_again_on_resume_and_its_losses_counted_in_nei
     assert state["monitor"]["skipped"] == 3 and state["monitor"]["in_a_row"] == 0
 
 
-def test_a_run_that_diverges_stops_in_one_line_with_the_batch_in_a_file(
-    prepared: Path, tmp_path: Path
-) -> None:
-    done = run(prepared, tmp_path, "train.learning_rate=1e30", "train.warmup_steps=0")
+NAN = """
+import os, runpy
+import pretrain.train as loop
+real, calls = loop.clip_gradients, []
+def planted(*arguments):
+    calls.append(arguments)
+    norm = real(*arguments)
+    return norm * float("nan") if {when} else norm
+loop.clip_gradients = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_run_without_gradients_stops_in_one_line(prepared: Path, tmp_path: Path) -> None:
+    done = fork(["-c", NAN.format(when="len(calls) > 3"), *command(prepared, tmp_path)[2:]])
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: the gradients of 5 steps in a row") and "bad_batch" in last
-    found = json.loads((tmp_path / "bad_batch.json").read_text())
-    assert (
-        found["phase"] == 0
-        and found["step"] >= 5
-        and found["count"] == 16
-        and found["first"] == 16 * found["step"]
+    assert last.startswith("error: the gradients of 5 steps in a row")
+    assert "the last good checkpoint is none" in last  # the step before that of step 4 was skipped
+    assert not re.search("NaN|Infinity", (tmp_path / "metrics.jsonl").read_text())  # are no JSON
+
+
+def test_the_record_keeps_the_examples_of_each_skipped_step(
+    prepared: Path, store: TokenStore, tmp_path: Path, monkeypatch
+) -> None:
+    plant(monkeypatch, store, 2)
+    phases = "train.phases=[{steps: 4}, {steps: 8, masked_lm_prob: 0.2}]"
+    train_here(prepared, tmp_path, "train.log_every=1", phases)
+    (batch,) = [line["skipped"] for line in metrics(tmp_path) if "skipped" in line]
+    assert batch.pop("losses") == [None, None]  # NaN, which JSON lacks
+    assert batch == {"step": 2, "phase": 0, "first": 32, "count": 16}
+
+
+def test_a_nan_on_one_rank_alone_skips_the_step_on_all(prepared: Path, tmp_path: Path) -> None:
+    """As after a fault of its memory: the gradients were the same on both before."""
+    for ranks in ("01", "1", "0"):
+        words = command(prepared, tmp_path / ranks, "train.micro_batch_size=8")[2:]
+        when = f"len(calls) == 7 and os.environ['RANK'] in {list(ranks)}"
+        done = fork(*[["-c", NAN.format(when=when), *words]] * 2)
+        assert done.returncode == 0, done.stderr
+        assert metrics(tmp_path / ranks)[-2]["train/skipped_steps"] == 1
+    assert_same_run(tmp_path / "01", tmp_path / "1")
+    assert_same_run(tmp_path / "01", tmp_path / "0")
+
+
+def test_five_skips_in_a_row_name_the_last_good_checkpoint(
+    prepared: Path, store: TokenStore, tmp_path: Path, monkeypatch
+) -> None:
+    """Those of steps 8 and 10 were written between skips, and have not replaced it."""
+    plant(monkeypatch, store, *range(7, 12))
+    options = ("train.save_every=2", "train.keep_checkpoints=1")
+    with pytest.raises(UserError, match="last good checkpoint is .*/step-00000006. Lower"):
+        train_here(prepared, tmp_path, *options)
+    kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept == ["step-00000006", "step-00000008", "step-00000010"]
+
+
+SPOIL = """
+import math, os, runpy, torch
+import pretrain.train as loop
+real, calls = loop.update, []
+def planted(optimizers, *arguments):
+    real(optimizers, *arguments)
+    calls.append(arguments)
+    if len(calls) == 6:
+        with torch.no_grad():
+            weights = optimizers[0].param_groups[0]["params"][0].view(-1)
+            {fault}
+loop.update = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_that_are_not_finite_stop_all_ranks_and_are_not_saved(
+    prepared: Path, tmp_path: Path, processes: int
+) -> None:
+    options = ("train.micro_batch_size=8", "train.save_every=3", "train.eval_every=12")
+    script = SPOIL.format(fault="weights[0] = math.inf")
+    words = ["-c", script, *command(prepared, tmp_path, *options)[2:]]
+    done = fork(*[words] * processes)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "is not finite at step 6, so no checkpoint is written" in line
+    assert "the last good one is step-00000003" in line
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert names == ["step-00000003"] and not (tmp_path / "export").exists()
+
+
+def test_weights_that_differ_by_a_bit_on_one_rank_are_not_saved(
+    prepared: Path, tmp_path: Path
+) -> None:
+    flip = "weights.view(torch.int32)[7] ^= int(os.environ['RANK'])"
+    options = ("train.micro_batch_size=8", "train.save_every=3", "train.eval_every=12")
+    words = ["-c", SPOIL.format(fault=flip), *command(prepared, tmp_path, *options)[2:]]
+    done = fork(words, words)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "rank 1 on " in line and "has other weights than rank 0" in line
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_a_run_that_has_diverged_is_not_exported(prepared: Path, tmp_path: Path) -> None:
+    """Nor when the same command is given again, which has nothing left to train."""
+    for _ in "ab":
+        with pytest.raises(UserError, match="has diverged: its MLM loss is .* alike has 6.93"):
+            train_here(prepared, tmp_path, "train.learning_rate=10", "train.warmup_steps=0")
+    done = run(prepared, tmp_path, "train.learning_rate=10", "train.warmup_steps=0", processes=2)
+    assert done.returncode == 2 and done.stderr.count("has diverged") == 1
+    assert (tmp_path / "checkpoints/step-00000012").exists()
+    assert not (tmp_path / "export").exists()
+
+
+# ------------------------------------------------------------------------------ spikes
+
+
+def shorten(monkeypatch) -> None:
+    """A spike is two steps above the usual of four."""
+    monkeypatch.setattr("pretrain.monitor.RECENT", 4)
+    for module in ("monitor", "train"):
+        monkeypatch.setattr(f"pretrain.{module}.SPIKE_STEPS", 2)
+
+
+def raise_loss(monkeypatch, *steps: int) -> None:
+    """The MLM loss of some steps that are trained here is 5 nats higher, for the monitor alone."""
+    real = Monitor.has_spiked
+    at = []  # of the run that trains now
+    monkeypatch.setattr(
+        "pretrain.train.learning_rate", lambda step, train: (at.append(step), 1e-3)[1]
     )
-    assert len(found["losses"]) == 2
-    for name in ("metrics.jsonl", "bad_batch.json"):
-        assert not re.search("NaN|Infinity", (tmp_path / name).read_text())  # they are no JSON
+
+    def planted(self, loss: float, is_new_phase: bool) -> bool:
+        return real(self, loss + 5 * (at[-1] in steps), is_new_phase)
+
+    monkeypatch.setattr(Monitor, "has_spiked", planted)
+
+
+def test_a_spike_takes_the_weights_back_and_passes_over_the_data_since(
+    prepared: Path, store: TokenStore, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """As if the gradients of the four steps since the checkpoint had not been finite."""
+    with monkeypatch.context() as patch:
+        shorten(patch)
+        raise_loss(patch, 6, 7)
+        train_here(prepared, tmp_path / "spiked")
+    assert "goes on with the weights of step-00000004" in capsys.readouterr().out
+    record = metrics(tmp_path / "spiked")
+    (line,) = [line for line in record if "rollback" in line]
+    assert line == {"step": 8, "rollback": {"to": "step-00000004", "done": 8}}
+    assert [line["train/rollbacks"] for line in record if "train/rollbacks" in line][-2:] == [1, 1]
+
+    plant(monkeypatch, store, 4, 5, 6, 7)
+    raise_loss(monkeypatch)
+    train_here(prepared, tmp_path / "skipped")
+    spiked, skipped = newest(tmp_path / "spiked"), newest(tmp_path / "skipped")
+    assert all(torch.equal(spiked[name], skipped[name]) for name in spiked | skipped)
+
+
+@pytest.mark.parametrize("after", [4, 7, 8])
+def test_a_run_that_is_killed_around_a_spike_goes_on_to_the_same_end(
+    prepared: Path, tmp_path: Path, monkeypatch, after: int
+) -> None:
+    """Before it, in it, and after it, when checkpoints that were written in it are still there."""
+    shorten(monkeypatch)
+    raise_loss(monkeypatch, 6, 7)
+    options = ("train.save_every=1", "train.keep_checkpoints=12")
+    for name in ("whole", "killed"):
+        train_here(prepared, tmp_path / name, *options)
+    for path in list_checkpoints(tmp_path / "killed/checkpoints")[after:]:
+        path.rename(tmp_path / path.name)
+    train_here(prepared, tmp_path / "killed", *options)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_second_spike_after_the_same_checkpoint_stops_the_run(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    shorten(monkeypatch)
+    raise_loss(monkeypatch, 6, 7, 9, 10)
+    with pytest.raises(UserError, match="2 steps to 11 is more than 1 nats .*/step-00000004. Low"):
+        train_here(prepared, tmp_path, "train.save_every=4", "train.keep_every=12")
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_spike_can_stop_a_run_or_be_accepted(
+    prepared: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    shorten(monkeypatch)
+    raise_loss(monkeypatch, 6, 7)
+    with pytest.raises(UserError, match="last good checkpoint is .*/step-00000004. Lower"):
+        train_here(prepared, tmp_path / "stop", "train.on_spike=stop")
+    train_here(prepared, tmp_path / "warn", "train.on_spike=warn")
+    assert capsys.readouterr().out.count("warning: the MLM loss of the 2 steps to 8") == 1
+    assert metrics(tmp_path / "warn")[-2]["monitor/spike"] == 1
+    raise_loss(monkeypatch)
+    train_here(prepared, tmp_path / "sound")
+    warned, sound = newest(tmp_path / "warn"), newest(tmp_path / "sound")
+    assert all(torch.equal(warned[name], sound[name]) for name in warned | sound)
+
+
+def test_a_spike_without_a_checkpoint_before_it_stops_the_run(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    shorten(monkeypatch)
+    raise_loss(monkeypatch, 6, 7)
+    with pytest.raises(UserError, match="the last good checkpoint is none"):
+        train_here(prepared, tmp_path, "train.save_every=5")  # which is younger than 4 steps
+
+
+SPIKE = """
+import runpy
+import pretrain.monitor, pretrain.train
+from pretrain.monitor import Monitor
+pretrain.monitor.RECENT, pretrain.monitor.SPIKE_STEPS, pretrain.train.SPIKE_STEPS = 4, 2, 2
+real, calls = Monitor.has_spiked, []
+def planted(self, loss, is_new_phase):
+    calls.append(loss)
+    return real(self, loss + 5 * (len(calls) in (7, 8)), is_new_phase)
+Monitor.has_spiked = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("env", [{}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}])
+def test_all_ranks_go_back_together(prepared: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    """To the same losses as one process."""
+    words = ["-c", SPIKE, *command(prepared, tmp_path / "one", *NO_DROPOUT)[2:]]
+    assert fork(words).returncode == 0
+    options = (*NO_DROPOUT, "train.micro_batch_size=8")
+    words = ["-c", SPIKE, *command(prepared, tmp_path / "two", *options)[2:]]
+    done = fork(words, words, **env)
+    assert done.returncode == 0, done.stderr
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert sum("rollback" in line for line in one) == 1
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[key] == b[key] or abs(a[key] - b[key]) < 1e-5 * abs(a[key]) for key in a)
+
+
+def test_only_steps_in_a_row_are_a_spike() -> None:
+    monitor, _ = build()
+    for step in range(1001):
+        is_high = step >= RECENT and step % SPIKE_STEPS
+        assert not monitor.has_spiked(9.0 if is_high else 2 + 0.1 * (-1) ** step, False)
+    for loss in [math.nan] * 3 + [9.0] * (SPIKE_STEPS - 1):
+        assert not monitor.has_spiked(loss, False)
+    assert monitor.has_spiked(9.0, False)
+
+
+def test_a_new_phase_forgets_what_was_usual() -> None:
+    monitor, _ = build()
+    for step in range(1000):
+        assert not monitor.has_spiked(2.0 if step < 500 else 9.0, step == 500)
+
+
+# ------------------------------------------------------------------------------ divergence
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "trained", "is_lost"),
+    [
+        ({"eval/mlm_loss": 2.7}, math.nan, False),  # of four pieces: guessing has 1.386
+        ({"eval/mlm_loss": 2.8}, 1.0, True),
+        ({"eval/mlm_loss": math.nan}, 1.0, True),
+        ({"eval/mlm_loss": None}, 1.0, True),  # as a checkpoint holds it
+        ({}, 1.0, False),
+        ({}, 103_877.0, True),
+    ],
+)
+def test_a_loss_of_twice_that_of_guessing_is_no_model(evaluation, trained, is_lost: bool) -> None:
+    monitor, _ = build({"loss": trained})
+    assert bool(monitor.explain_divergence(evaluation)) == is_lost
 
 
 def test_two_processes_stop_together_and_one_says_why(prepared: Path, tmp_path: Path) -> None:
-    overrides = ("train.learning_rate=1e30", "train.warmup_steps=0", "train.micro_batch_size=8")
-    done = run(prepared, tmp_path, *overrides, processes=2)
+    words = command(prepared, tmp_path, "train.micro_batch_size=8")[2:]
+    done = fork(*[["-c", NAN.format(when="True"), *words]] * 2)
     assert done.returncode != 0
     assert done.stderr.count("error: the gradients of 5 steps") == 1, done.stderr
 
@@ -128,7 +386,15 @@ def test_a_sound_run_is_told_nothing() -> None:
     for step in range(1000):
         assert monitor.has_finite_gradient(step, 1 + step % 3)
         if step % 10 == 9:
-            assert monitor.check_health(step + 1, SOUND, 1000) == {"train/skipped_steps": 0}
+            assert monitor.check_health(step + 1, SOUND, 1000) == NOTHING
+    assert not said
+
+
+def test_a_run_without_pairs_is_told_nothing_of_pairs() -> None:
+    monitor, said = build()
+    sound = {name: value for name, value in SOUND.items() if "nsp" not in name}
+    for done in range(10, 1001, 10):
+        monitor.check_health(done, sound, 0)
     assert not said
 
 
@@ -161,12 +427,12 @@ def test_what_is_slow_to_learn_is_given_half_of_the_run() -> None:
 
 def test_a_gradient_far_above_the_usual_is_named_and_used() -> None:
     monitor, said = build()
-    for step in range(NORMS):
+    for step in range(RECENT):
         monitor.has_finite_gradient(
             step, 100.0 if step == 3 else 1.0
         )  # early steps may be anything
     assert not said
-    assert monitor.has_finite_gradient(NORMS, 11.0)
+    assert monitor.has_finite_gradient(RECENT, 11.0)
     assert "has norm 11, the median is 1" in said[0]
 
 

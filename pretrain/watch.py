@@ -1,0 +1,176 @@
+"""Watch the ranks of a run, and name the one that has died or hangs instead of those that wait.
+
+Each rank counts in its file of `run_dir/ranks`, once a second and from a thread of its own, so that
+a file that stands still tells of a process that is dead, stopped or cut off. What a process watches
+is global, as its signals are.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread, main_thread
+
+from accelerate import Accelerator
+
+from data_pipeline.common.errors import Stopped, UserError
+from data_pipeline.common.folders import write_file
+
+BEAT, SILENCE = 1.0, 4.0  # seconds between two counts; seconds without one that tell of an end
+MARGIN = 12.0  # seconds that a report comes before a collective call fails, which names no rank
+
+watch: "Watch | None" = None  # of a run on several ranks, while it trains
+
+
+class Watch(Thread):
+    """Count for this rank, and end it when none of its steps or batches has ended for too long.
+
+    timeout_s: seconds after which a collective call fails.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: int, timeout_s: float):
+        super().__init__(daemon=True)
+        self.folder, self.rank, self.ranks = folder, rank, ranks
+        self.patience = max(timeout_s - MARGIN, timeout_s / 2)
+        self.is_over = Event()
+        self.state = {"host": socket.gethostname(), "pid": os.getpid(), "step": 0, "at": ""}
+        self.state["beats"] = 0
+        self.mark(0)
+        folder.mkdir(exist_ok=True)
+        self.beat()
+
+    def mark(self, step: int | None = None) -> None:
+        """Note that the work goes on, and the step that it is at."""
+        self.marked = time.monotonic()
+        if step is not None:
+            self.state["step"] = step
+
+    def beat(self) -> None:
+        self.state["beats"] += 1
+        try:
+            write_file(self.path_of(self.rank), json.dumps(self.state).encode())
+        except OSError:  # such as a full disk, which the next checkpoint reports
+            pass
+
+    def run(self) -> None:
+        while not self.is_over.wait(BEAT):
+            self.beat()
+            if time.monotonic() - self.marked > self.patience:
+                self.end_process()
+
+    def end_process(self) -> None:
+        """Write the stacks of this process, have one rank say what is wrong, and exit."""
+        with open(self.path_of(self.rank).with_suffix(".stack"), "w") as file:
+            faulthandler.dump_traceback(file)
+        code = sys._current_frames()[main_thread().ident].f_code
+        self.state["at"] = f" at {code.co_name} of {Path(code.co_filename).name}"
+        self.beat()
+        lost = self.find_silent()
+        self.say(explain_loss(self.read_ranks(), lost, self.folder), lost)
+        os._exit(1)
+
+    def say(self, message: str, lost: set[int]) -> None:
+        """Print a message on the first rank that is not lost; the others give it time to."""
+        if self.rank == min(set(range(self.ranks)) - lost, default=self.rank):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1)
+
+    def find_silent(self) -> set[int]:
+        """Find the ranks whose count stands still for `SILENCE` seconds.
+
+        One that has ended in order has no count, and is none of them.
+        """
+        before, end = self.read_ranks(), time.monotonic() + SILENCE
+        while time.monotonic() < end:  # the others ask too
+            self.beat()
+            time.sleep(BEAT)
+        after = self.read_ranks()
+        still = {r for r in before.keys() & after.keys() if before[r] == after[r]}
+        return still - {self.rank}
+
+    def read_ranks(self) -> dict[int, dict]:
+        """Read what the ranks have written last."""
+        found = {}
+        for rank in range(self.ranks):
+            try:
+                found[rank] = json.loads(self.path_of(rank).read_bytes())
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def path_of(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}"
+
+
+def explain_loss(ranks: dict[int, dict], silent: set[int], folder: Path) -> str:
+    """Return the message that names the ranks at fault: those that are silent, else those whose
+    step is behind, else where each of them is.
+
+    ranks: what each has written last.
+    """
+    last = max(state["step"] for state in ranks.values())
+    if silent:
+        named, what = silent, "has died or is stopped"
+    elif named := {rank for rank, state in ranks.items() if state["step"] < last}:
+        what = f"is behind, and others wait for it in step {last:,}"
+    else:
+        named, what = ranks.keys(), "does not go on"
+    found = "; ".join(
+        f"rank {rank} on {state['host']} (process {state['pid']}) {what}, last seen in step "
+        f"{state['step']:,}{state['at']}"
+        for rank, state in sorted(ranks.items())
+        if rank in named
+    )
+    return (
+        f"{found}. See the end of its output, dmesg on its host for memory, nvidia-smi for its "
+        f"GPU, and the stacks of the ranks that answer in {folder}; start the same command again "
+        "to go on from the last checkpoint"
+    )
+
+
+def start_watch(run_dir: Path, accelerator: Accelerator, timeout_s: float) -> None:
+    """Watch this rank and the others from here on, if there are others."""
+    global watch
+    if accelerator.num_processes > 1:
+        numbers = accelerator.process_index, accelerator.num_processes
+        watch = Watch(run_dir / "ranks", *numbers, timeout_s)
+        watch.start()
+
+
+def mark(step: int | None = None) -> None:
+    """Note that the work of this rank goes on."""
+    if watch:
+        watch.mark(step)
+
+
+def end_watch() -> None:
+    """End the watch of a rank that ends in order: its silence tells nothing."""
+    global watch
+    if watch:
+        watch.is_over.set()
+        watch.join()
+        watch.path_of(watch.rank).unlink(missing_ok=True)
+        watch = None
+
+
+@contextmanager
+def name_lost_ranks() -> Iterator[None]:
+    """Exit with code 1, and one line that names the rank that has died, where a collective call
+    fails for that reason."""
+    try:
+        yield
+    except RuntimeError:
+        lost = watch.find_silent() if watch else set()
+        if not lost:
+            raise
+        watch.say(explain_loss(watch.read_ranks(), lost, watch.folder), lost)
+        sys.exit(1)
+    except (UserError, Stopped, SystemExit):
+        end_watch()
+        raise

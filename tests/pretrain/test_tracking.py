@@ -1,0 +1,174 @@
+"""wandb gets what the record has, and stops no run, whatever it does."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import ROOT, assert_same_run, metrics, run, train_here
+
+from pretrain import tracking
+from pretrain.tracking import Tracker
+
+WANDB = """
+import json, time
+from types import SimpleNamespace
+Settings = SimpleNamespace
+
+def note(*call):
+    with open({calls!r}, "a") as file:
+        print(json.dumps(call, default=str), file=file)
+
+class Run:
+    step = {step}
+    def log(self, metrics, step):
+        {on_log}
+        note("log", step, metrics)
+    def finish(self, code):
+        note("finish", code)
+
+def init(**options):
+    {on_init}
+    note("init", options)
+    return Run()
+"""
+
+
+class FakeWandb:
+    """A module `wandb` for the processes that are started from here, which writes its calls."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        folder.mkdir()
+        self.folder, self.file = folder, folder / "calls.jsonl"
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        self.becomes()
+
+    def becomes(self, on_log: str = "pass", on_init: str = "pass", step: int = 0) -> None:
+        code = WANDB.format(calls=str(self.file), on_log=on_log, on_init=on_init, step=step)
+        (self.folder / "wandb.py").write_text(code)
+
+    def take_calls(self) -> list[list]:
+        """What was called since the last time."""
+        calls = [json.loads(line) for line in self.file.read_text().splitlines()]
+        self.file.unlink()
+        return calls
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch) -> FakeWandb:
+    return FakeWandb(tmp_path / "fake", monkeypatch)
+
+
+def sent(run_dir: Path, first: int = 0) -> list[list]:
+    """The calls that send a record, from its own lines."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        ["log", line["step"], {k: v for k, v in line.items() if "/" in k}]
+        for line in lines
+        if line["step"] >= first
+    ]
+
+
+def replay(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pretrain.tracking", str(run_dir), *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_wandb_gets_the_record_while_it_grows_and_as_a_whole_afterwards(
+    prepared: Path, tmp_path: Path, wandb: FakeWandb
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ("tracking.wandb=p", "tracking.entity=e", "tracking.group=g", "tracking.tags=[a, b]")
+    train_here(prepared, run_dir, *options)
+    (name, settings), *others = wandb.take_calls()
+    assert name == "init" and settings["config"]["train"]["max_steps"] == 12
+    chosen = [settings[key] for key in ("project", "entity", "group", "tags", "name", "resume")]
+    assert chosen == ["p", "e", "g", ["a", "b"], "run", "allow"]
+    assert others == [*sent(run_dir), ["finish", 0]]
+
+    wandb.becomes(step=8)  # it has lost what came then
+    assert replay(run_dir, "tracking.name=n").returncode == 0
+    (_, again), *others = wandb.take_calls()
+    assert again == settings | {"name": "n", "config": again["config"]}  # its id too
+    assert others == [*sent(run_dir, 8), ["finish", 0]] and len(others) == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"on_log": "time.sleep(1000)"}, "wandb has not taken the whole record in 2 s"),
+        ({"on_init": "time.sleep(1000)"}, "wandb has not taken the whole record in 2 s"),
+        ({"on_init": "raise RuntimeError('no network')"}, "the record: no network; metrics.jsonl"),
+        (
+            {"on_log": "raise OSError('gone')"},
+            "wandb has not taken the record: gone; metrics.jsonl",
+        ),
+    ],
+)
+def test_a_wandb_that_hangs_or_fails_stops_no_run(
+    prepared: Path, straight: Path, tmp_path: Path, wandb, monkeypatch, capfd, wrong, said
+) -> None:
+    monkeypatch.setattr(tracking, "PATIENCE", 2)
+    wandb.becomes(**wrong)
+    before = time.monotonic()
+    train_here(prepared, tmp_path / "run", "tracking.wandb=p")
+    assert time.monotonic() - before < 60
+    out = capfd.readouterr().out
+    assert said in out and f"python -m pretrain.tracking {tmp_path / 'run'} sends it" in out
+    assert_same_run(tmp_path / "run", straight)
+    assert not [p for p in psutil.process_iter() if is_reporter(p, tmp_path / "run")]
+
+
+def is_reporter(process: psutil.Process, run_dir: Path) -> bool:
+    try:
+        return str(run_dir) in process.cmdline() and "--follow" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def test_the_report_of_a_run_that_is_killed_ends_too(
+    tmp_path: Path, wandb: FakeWandb, straight: Path
+) -> None:
+    """With what the record has, and as one that failed."""
+    (tmp_path / "config.yaml").write_bytes((straight / "config.yaml").read_bytes())
+    (tmp_path / "metrics.jsonl").write_bytes((straight / "metrics.jsonl").read_bytes())
+    command = [sys.executable, "-m", "pretrain.tracking", str(tmp_path), "tracking.wandb=p"]
+    process = subprocess.Popen([*command, "--follow"], cwd=ROOT, stdin=subprocess.PIPE)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "train/loss": 1.0}\n{"step": 14, "tra')
+    process.stdin.close()
+    assert process.wait(60) == 0
+    _, *logged, end = wandb.take_calls()
+    assert logged == sent_whole(tmp_path) and logged[-1] == ["log", 13, {"train/loss": 1.0}]
+    assert end == ["finish", 1]
+
+
+def sent_whole(run_dir: Path) -> list[list]:
+    whole = (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]
+    (run_dir / "metrics.jsonl").write_text("\n".join(whole) + "\n")
+    return sent(run_dir)
+
+
+def test_wandb_works_offline(prepared: Path, tmp_path: Path) -> None:
+    options = ("tracking.wandb=some-project", "train.max_steps=4")
+    done = run(prepared, tmp_path, *options, WANDB_MODE="offline")
+    assert done.returncode == 0 and "wandb has not" not in done.stdout, done.stdout
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert metrics(tmp_path)
+
+
+def test_a_run_without_a_project_is_sent_to_none(straight: Path) -> None:
+    done = replay(straight)
+    assert done.returncode == 2
+    assert done.stderr.endswith("config.yaml names no project; add tracking.wandb=PROJECT\n")
+
+
+def test_a_run_without_wandb_starts_no_process(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, 0, reports=False)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert tracker.reporter is None
+    assert metrics(tmp_path) == [{"step": 1, "train/loss": 1.0}]

@@ -1,0 +1,106 @@
+"""A rank that dies, stops or hangs is named by the others, with stacks, and a launcher can have the
+run go on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, assert_same_run, command, fork, run
+
+from pretrain.checkpoint import list_checkpoints
+from pretrain.watch import explain_loss
+
+FAULT = """
+import os, runpy, signal, time
+import pretrain.train as loop
+real = loop.dropout_seed
+def planted(seed, step, number):
+    if step == 6 and os.environ["RANK"] == "{rank}":
+        {fault}
+    return real(seed, step, number)
+loop.dropout_seed = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+OPTIONS = ("train.micro_batch_size=8", "train.timeout_s=20")
+KILL, STOP = (f"os.kill(os.getpid(), signal.SIG{name})" for name in ("KILL", "STOP"))
+HANG = "time.sleep(1000)"
+
+
+def error_lines(stderr: str) -> list[str]:
+    return [line.split("error: ", 1)[1] for line in stderr.splitlines() if "error: " in line]
+
+
+@pytest.mark.parametrize(("rank", "fault"), [(0, KILL), (1, KILL), (1, STOP), (0, HANG)])
+def test_the_rank_at_fault_is_named_once(
+    prepared: Path, tmp_path: Path, rank: int, fault: str
+) -> None:
+    words = ["-c", FAULT.format(rank=rank, fault=fault), *command(prepared, tmp_path, *OPTIONS)[2:]]
+    done = fork(words, words)
+    assert done.returncode in (1, -signal.SIGKILL), done.stderr
+    (line,) = error_lines(done.stderr)
+    named = re.findall(r"rank (\d) on (\S+) \(process \d+\) ([\w ]+), last seen in step (\d)", line)
+    ranks, hosts, what, steps = zip(*named, strict=True)
+    assert set(hosts) == {os.uname().nodename} and set(steps) <= set("0123456")
+    if fault == HANG:  # both are in step 6: only the place tells
+        assert ranks == ("0", "1") and set(what) == {"does not go on"}
+        assert "6 at planted of <string>; rank 1" in line
+    else:
+        assert ranks == (str(rank),) and what == ("has died or is stopped",)
+    assert "Traceback" not in done.stderr
+    stacks = {path.stem: path.read_text() for path in (tmp_path / "ranks").glob("*.stack")}
+    if fault == HANG:
+        assert "in planted" in stacks["rank-00000"] and len(stacks) == 2
+    elif fault == STOP:
+        assert stacks.keys() == {"rank-00000"} and "train.py" in stacks["rank-00000"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+
+
+def state(step: int, at: str = "") -> dict:
+    return {"host": "here", "pid": 7, "step": step, "at": at, "beats": 3}
+
+
+def test_a_rank_that_is_behind_is_named() -> None:
+    line = explain_loss(
+        {0: state(7), 1: state(6, " at get of queue.py"), 2: state(7)}, set(), Path()
+    )
+    assert line.startswith(
+        "rank 1 on here (process 7) is behind, and others wait for it in step 7, "
+        "last seen in step 6 at get of queue.py. See"
+    )
+
+
+KILL_ONCE = """
+import os, runpy, signal
+import pretrain.train as loop
+real = loop.dropout_seed
+def planted(seed, step, number):
+    if step == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(seed, step, number)
+loop.dropout_seed = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_launcher_that_may_restart_has_the_run_go_on_to_the_same_end(
+    prepared: Path, tmp_path: Path
+) -> None:
+    assert run(prepared, tmp_path / "whole", *OPTIONS[:1], processes=2).returncode == 0
+    (tmp_path / "main.py").write_text(KILL_ONCE)
+    launch = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone".split()
+    words = [str(tmp_path / "main.py"), *command(prepared, tmp_path / "killed", *OPTIONS[:1])[2:]]
+    done = subprocess.run(
+        [sys.executable, *launch, *words],
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = error_lines(done.stderr)
+    assert line.startswith("rank 1 on ")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
