@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,14 @@ from omegaconf import DictConfig
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
-from data_pipeline.config import DataConfig, PairsConfig, check, check_choice
+from data_pipeline.config import (
+    DataConfig,
+    PairsConfig,
+    check,
+    check_choice,
+    check_numbers,
+    number,
+)
 from pretrain.families import FAMILIES, SHARED, Family, read_hf_config, read_settings
 
 
@@ -20,37 +26,41 @@ class ModelConfig:
     size."""
 
     architecture: str = "bert"
-    """Family, `bert`, `roberta` or `albert`; its row in `pretrain/families.py` has its defaults."""
-    hidden_size: int = 768
+    """Family: `bert`, `roberta`, `albert` or `electra`, rows of `pretrain/families.py`, which has
+    their defaults."""
+    hidden_size: int = number(768, "[1, 65536]")
     """Width D of the encoder."""
-    num_hidden_layers: int = 12
+    num_hidden_layers: int = number(12, "[1, 1000]")
     """Layers of the encoder."""
-    num_attention_heads: int = 12
+    num_attention_heads: int = number(12, "[1, 65536]")
     """Heads H of each layer."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = number(None, "[1, 1e6]")
     """Width of the feed-forward layers; null: 4 x hidden_size."""
     hidden_act: str = "gelu"
     """Activation: gelu (erf), gelu_new (tanh), relu, silu."""
-    hidden_dropout_prob: float = 0.1
+    hidden_dropout_prob: float = number(0.1, "[0, 1)")
     """Dropout of embeddings and of each sublayer's output, in training."""
-    attention_probs_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = number(0.1, "[0, 1)")
     """Dropout of attention weights, in training."""
-    max_position_embeddings: int = 512
+    max_position_embeddings: int = number(512, "[1, 1e6]")
     """Longest sequence that the model accepts, in tokens."""
-    type_vocab_size: int = 2
+    type_vocab_size: int = number(2, "[1, 1000]")
     """Segment types; 1 only with `data.objective: none`."""
-    initializer_range: float = 0.02
+    initializer_range: float = number(0.02, "[0, 10]")
     """Standard deviation of the weights at the start."""
-    layer_norm_eps: float = 1e-12
+    layer_norm_eps: float = number(1e-12, "(0, 1]")
     """Added to the variance in layer normalisation."""
-    pad_token_id: int = 0
+    pad_token_id: int = number(0, "[0, 1e6)")
     """Id of [PAD], 0 unless `vocab.path` has it elsewhere; its embedding starts at zero."""
     position_embedding_type: str = "absolute"
     """Learned embeddings of absolute positions, BERT's."""
-    embedding_size: int | None = None
-    """Width E of the embeddings, in ALBERT; null: hidden_size."""
-    num_hidden_groups: int | None = None
+    embedding_size: int | None = number(None, "[1, 65536]")
+    """Width E of the embeddings, in ALBERT and ELECTRA; null: hidden_size."""
+    num_hidden_groups: int | None = number(None, "[1, 1000]")
     """Sets of weights that the layers of ALBERT share; null: one for each layer."""
+    generator_size: float = number(0.25, "(0, 1]")
+    """Share of the model's width that the generator of an ELECTRA has: hidden size, heads,
+    feed-forward."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further entries of `config.json`, which the export passes on."""
 
@@ -73,8 +83,21 @@ class ModelConfig:
         """Whether the embeddings are mapped to the hidden size."""
         return self.family.always_projects or self.embedding_width != self.hidden_size
 
+    @property
+    def generator(self) -> "ModelConfig":
+        """The generator of an ELECTRA."""
+        inner = self.intermediate_size or 4 * self.hidden_size
+        return replace(
+            self,
+            embedding_size=self.embedding_width,
+            hidden_size=round(self.generator_size * self.hidden_size),
+            num_attention_heads=max(round(self.generator_size * self.num_attention_heads), 1),
+            intermediate_size=round(self.generator_size * inner),
+        )
+
     def validate(self) -> None:
         check_choice("model.architecture", self.architecture, tuple(FAMILIES))
+        check_numbers(self, "model")
         for name, same in SHARED.items():
             value, most = getattr(self, name), getattr(self, same)
             check(
@@ -82,14 +105,11 @@ class ModelConfig:
                 f"model.{name} is {value}, and {self.family.title} has no such setting; leave it "
                 "out, or choose another model.architecture",
             )
-            check(value is None or value >= 1, f"model.{name} is below 1")
         check(
             (self.num_hidden_groups or 1) <= self.num_hidden_layers,
             f"model.num_hidden_groups {self.num_hidden_groups} is more than the "
             f"{self.num_hidden_layers} layers that share them",
         )
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
-            check(getattr(self, name) >= 1, f"model.{name} is below 1")
         check(
             self.hidden_size % self.num_attention_heads == 0,
             f"model.hidden_size {self.hidden_size} is not a multiple of "
@@ -101,40 +121,43 @@ class ModelConfig:
             ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
         )
         check_choice("model.position_embedding_type", self.position_embedding_type, ("absolute",))
-        check(self.type_vocab_size >= 1, "model.type_vocab_size is below 1")
-        check(self.pad_token_id >= 0, "model.pad_token_id is below 0")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-            check(0 <= getattr(self, name) < 1, f"model.{name} is not in [0, 1)")
+        if self.family.discriminator:
+            size, heads = self.generator.hidden_size, self.generator.num_attention_heads
+            check(
+                size >= 1 and size % heads == 0,
+                f"model.generator_size {self.generator_size:g} makes a generator of width {size} "
+                f"with {heads} heads; choose another share of the model",
+            )
 
 
 @dataclass
 class PhaseConfig:
     """Settings of consecutive steps of a run; null: as in `data` and `train`."""
 
-    steps: float = 0
+    steps: float = number(0, "(0, 1e9]")
     """Updates of the phase; below 1: its share of `train.max_steps`."""
-    max_seq_length: int | None = None
+    max_seq_length: int | None = number(None, "[8, 1e6]")
     """As in `data`, like the three below. The evaluation always uses `data`, to stay comparable."""
-    masked_lm_prob: float | None = None
+    masked_lm_prob: float | None = number(None, "(0, 1)")
     """Probability that a token is predicted."""
-    max_predictions_per_seq: int | None = None
+    max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
     """Largest number of predicted tokens per sequence."""
-    short_seq_prob: float | None = None
+    short_seq_prob: float | None = number(None, "[0, 1)")
     """Share of sequences with a random shorter target length."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = number(None, "[1, 1e7]")
     """Sequences of an update, over all processes."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = number(None, "[1, 1e7]")
     """Most sequences in one pass of one process."""
-    learning_rate: float | None = None
+    learning_rate: float | None = number(None, "(0, 10]")
     """Starts a new schedule, warm-up included, which ends where the next one starts; null: continue
     the current schedule."""
-    warmup_steps: float | None = None
+    warmup_steps: float | None = number(None, "[0, 1e9]")
     """Updates of warm-up in this phase's schedule; below 1: their share of its steps."""
 
 
 @dataclass
 class TrainConfig:
-    max_steps: int = 1_000_000
+    max_steps: int = number(1_000_000, "[1, 1e9]")
     """Updates in total; the learning rate reaches 0 after the last."""
     extend: bool = False
     """Resume with a different `max_steps` even if its schedule would have given the finished steps
@@ -142,37 +165,37 @@ class TrainConfig:
     phases: list[PhaseConfig] = field(default_factory=list)
     """Consecutive phases, such as 128 tokens and then 512. Their `steps` are shares that add up to
     1, or numbers that add up to max_steps."""
-    global_batch_size: int = 256
+    global_batch_size: int = number(256, "[1, 1e7]")
     """Sequences of an update, over all processes."""
-    micro_batch_size: int = 32
+    micro_batch_size: int = number(32, "[1, 1e7]")
     """Largest number of sequences in one forward pass of one process; choose it by memory. The
     global batch is divided evenly among processes, and each part among as few passes as possible.
     The gradient does not depend on the division, except for dropout, which is drawn per pass."""
     optimizer: str = "adamw"
     """`adamw`; `muon` (Muon for the matrices of the encoder, AdamW for the rest); or `lamb`, for
     batches of many thousand sequences."""
-    learning_rate: float = 1e-4
+    learning_rate: float = number(1e-4, "(0, 10]")
     """Peak learning rate, reached at the end of the warm-up."""
-    warmup_steps: float = 0.01
+    warmup_steps: float = number(0.01, "[0, 1e9]")
     """Updates of linear warm-up; below 1: their share of the schedule's steps."""
     schedule: str = "linear"
     """Decay from the end of the warm-up to 0 at the end of the run: `linear`, `cosine`,
     `polynomial`, or `trapezoid` (constant until `decay_steps` before the end, then linear)."""
-    decay_power: float = 0.5
+    decay_power: float = number(0.5, "(0, 100]")
     """Exponent p of `polynomial`: (remaining share of the decay) ** p."""
-    decay_steps: float | None = None
+    decay_steps: float | None = number(None, "[0, 1e9]")
     """Updates of the decay of `trapezoid`; below 1: their share of the schedule's steps."""
-    weight_decay: float = 0.01
+    weight_decay: float = number(0.01, "[0, 10]")
     """Decoupled weight decay of matrices; biases and norms have none."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = number(0.9, "[0, 1)")
     """Decay of the mean of gradients."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = number(0.999, "[0, 1)")
     """Decay of the mean of squared gradients."""
-    adam_epsilon: float = 1e-6
+    adam_epsilon: float = number(1e-6, "(0, 1]")
     """Added to the root of the squared gradients."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = number(1.0, "[0, 1e9]")
     """Largest gradient norm, to which gradients are clipped; 0: no clipping."""
-    bag_of_words_weight: float = 0.0
+    bag_of_words_weight: float = number(0.0, "[0, 1000]")
     """Weight of a loss that predicts from [CLS] which tokens of a sequence are masked; 0: without
     it. A model of width 256 learns words and pairs faster by it, one of width 128 words slower."""
     gradient_checkpointing: bool = False
@@ -184,40 +207,38 @@ class TrainConfig:
     compile: bool | None = None
     """Compile the layers with torch.compile; null: on a GPU only, since a CPU gains nothing
     measurable."""
-    log_every: int = 10
+    log_every: int = number(10, "[1, 1e9]")
     """Updates between lines of metrics.jsonl."""
-    eval_every: int = 1000
+    eval_every: int = number(1000, "[1, 1e9]")
     """Updates between evaluations on the held-out split; the last step always evaluates."""
-    eval_examples: int = 4000
+    eval_examples: int = number(4000, "[1, 1e9]")
     """Largest number of held-out pairs to evaluate, always the same pairs with the same masks."""
-    save_every: int = 1000
+    save_every: int = number(1000, "[1, 1e9]")
     """Updates between checkpoints; the last step always saves."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = number(2, "[1, 1e6]")
     """Number of newest checkpoints to keep."""
-    keep_every: int | None = None
+    keep_every: int | None = number(None, "[1, 1e9]")
     """Updates between checkpoints that are kept for good, a multiple of save_every; null: none."""
+    on_spike: str = "rollback"
+    """What to do when the MLM loss of 10 steps in a row is 1 nat above the median of the 100 before
+    them: `rollback` (take the weights of a checkpoint before them and go on with the next step, so
+    that the data between are passed over), `stop`, or `warn`."""
     restart: bool = False
     """Start at step 0 although the run has checkpoints, sound or not; they move to `before-1` in
     run_dir, with the record. The same command, given again, goes on with the new run."""
-    timeout_s: int = 600
+    timeout_s: int = number(600, "[1, 1e6]")
     """Seconds that a process waits for the others before it fails."""
 
     def validate(self) -> None:
         check_choice("train.optimizer", self.optimizer, ("adamw", "muon", "lamb"))
+        check_choice("train.on_spike", self.on_spike, ("rollback", "stop", "warn"))
         check_choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
-        counts = "max_steps global_batch_size micro_batch_size log_every eval_every eval_examples"
-        for name in (counts + " save_every keep_checkpoints timeout_s").split():
-            check(getattr(self, name) >= 1, f"train.{name} {getattr(self, name)} is below 1")
+        check_numbers(self, "train")
         kept = self.keep_every
         check(
-            kept is None or (kept >= 1 and kept % self.save_every == 0),
+            kept is None or kept % self.save_every == 0,
             f"train.keep_every {kept} is not a multiple of train.save_every {self.save_every}, at "
             "which checkpoints are written; give one, or null",
-        )
-        check(0 < self.learning_rate < inf, "train.learning_rate is not a number above 0")
-        check(
-            0 <= self.bag_of_words_weight < inf,
-            f"train.bag_of_words_weight {self.bag_of_words_weight} is not a number from 0",
         )
         for name in ("warmup_steps", "decay_steps"):
             check_steps(f"train.{name}", getattr(self, name) or 0)
@@ -230,7 +251,6 @@ class TrainConfig:
         check_choice(
             "train.schedule", self.schedule, ("linear", "cosine", "polynomial", "trapezoid")
         )
-        check(0 < self.decay_power < inf, "train.decay_power is not a number above 0")
         if self.schedule == "trapezoid":
             after = self.max_steps - warmup
             check(
@@ -257,23 +277,37 @@ def count_steps(value: float, total: int) -> int:
     return round(value * total) if value < 1 else int(value)
 
 
+def count_kept(train: TrainConfig) -> int:
+    """Count the checkpoints on disk at the end of a run, with one in work."""
+    kept = train.max_steps // train.keep_every if train.keep_every else 0
+    return train.keep_checkpoints + kept + 1
+
+
 @dataclass
 class TrackingConfig:
     wandb: str | None = None
     """wandb project to report to; null: none. WANDB_MODE=offline keeps the data local."""
+    entity: str | None = None
+    """User or team of the project; null: wandb's default."""
+    name: str | None = None
+    """Name of the run there; null: that of its folder."""
+    group: str | None = None
+    """Group that wandb shows it in."""
+    tags: list[str] = field(default_factory=list)
+    """Tags that wandb finds it by."""
 
 
 @dataclass
 class ExportConfig:
     license: str | None = None
     """Licence in the model card, by its identifier on the hub; null: not stated."""
-    dropout: float = 0.1
+    dropout: float = number(0.1, "[0, 1)")
     """Dropout in `config.json`, for fine-tuning, whatever pretraining used: a small model is often
     pretrained without, and fine-tuned without it is worse (0.761 instead of 0.727 on 300 reviews).
     """
 
     def validate(self) -> None:
-        check(0 <= self.dropout < 1, f"export.dropout {self.dropout} is not in [0, 1)")
+        check_numbers(self, "export")
 
 
 @dataclass
@@ -303,6 +337,9 @@ class Config(DataConfig):
                 f"model.architecture is {asked}, and init_from {folder} is of the family "
                 f"{found['architecture']}; leave out model.architecture",
             )
+            if (folder / "generator/config.json").exists():
+                width = read_settings(folder / "generator")["hidden_size"]
+                found["generator_size"] = width / found["hidden_size"]
         family = FAMILIES.get(found.get("architecture", asked))
         return {"model": dict(family.defaults) | found} if family else {}
 
@@ -312,7 +349,7 @@ class Config(DataConfig):
         self.train.validate()
         self.export.validate()
         self.validate_length(self.data)
-        self.validate_pairs()
+        self.validate_objectives()
         if self.train.phases:
             self.validate_phases()
 
@@ -323,10 +360,15 @@ class Config(DataConfig):
             f"model.max_position_embeddings {self.model.max_position_embeddings}",
         )
 
-    def validate_pairs(self) -> None:
+    def validate_objectives(self) -> None:
+        family, weight = self.model.family, self.train.bag_of_words_weight
+        check(
+            not (family.discriminator and weight),
+            f"train.bag_of_words_weight is {weight:g}, and {family.title} has no head by which "
+            "[CLS] could predict words; set train.bag_of_words_weight=0",
+        )
         if self.data.objective == "none":
             return
-        family = self.model.family
         check(
             family.pairs is not None,
             f"data.objective is {self.data.objective}, and {family.title} has no pair head; set "
@@ -342,7 +384,7 @@ class Config(DataConfig):
         listed, total = self.train.phases, self.train.max_steps
         for i, phase in enumerate(listed):
             name = f"train.phases[{i}]"
-            check(phase.steps > 0, f"{name}.steps {phase.steps:g} is not above 0")
+            check_numbers(phase, name)
             check_steps(f"{name}.steps", phase.steps)
             check_steps(f"{name}.warmup_steps", phase.warmup_steps or 0)
             check(

@@ -103,10 +103,13 @@ def say_evaluation(metrics: dict[str, float]) -> str:
             phrases.append(f"at length {name.rpartition('_')[2]} {loss:.3f} nats")
     for name, metric, baseline in (
         ("NSP accuracy", "eval/nsp_accuracy", "nsp_majority"),
+        ("RTD AUC", "eval/rtd_auc", ""),
         ("minimal pairs", "eval/minimal_pairs", "minimal_pairs_unigram"),
     ):
         if metric in metrics:
-            beside = f"{baseline.split('_')[-1]} {metrics[f'eval/{baseline}']:.3f}"
+            beside = "guessing 0.5"
+            if baseline:
+                beside = f"{baseline.split('_')[-1]} {metrics[f'eval/{baseline}']:.3f}"
             phrases.append(f"{name} {metrics[metric]:.3f} ({beside})")
     return "; ".join(phrases) or "sentences filled in"
 
@@ -116,6 +119,8 @@ def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
     losses = f"MLM {metrics['train/mlm_loss']:.3f}"
     if "train/nsp_loss" in metrics:
         losses += f", NSP {metrics['train/nsp_loss']:.3f}"
+    if "train/rtd_loss" in metrics:
+        losses += f", RTD {metrics['train/rtd_loss']:.3f}"
     speed = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
     return f"loss: {losses}; {speed}; {say_duration(seconds_left)} left"
 

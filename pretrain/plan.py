@@ -21,7 +21,7 @@ from data_pipeline.config import check as require
 from data_pipeline.config import load_config
 from data_pipeline.sampling.batches import Batch, BatchSource, count_passes
 from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round_off
-from pretrain.config import Config, Phase, phases_of
+from pretrain.config import Config, Phase, count_kept, phases_of
 from pretrain.describe import show_sequence
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
@@ -34,6 +34,7 @@ from pretrain.run_setup import (
     build_model,
     build_sources,
     fingerprint_run,
+    is_compiled,
     open_token_store,
 )
 from pretrain.train import update, zero_gradients
@@ -65,9 +66,10 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         print(*assumed.lines, sep="\n")
     fingerprint_run(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device)
-    parts = (model, model.embeddings, model.layers)
-    weights, embeddings, encoder = (sum(p.numel() for p in part.parameters()) for part in parts)
+    weights, embeddings, encoder = map(count_parameters, (model, model.embeddings, model.layers))
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
+    for name, part in list(model.parts().items())[1:]:
+        rows["parameters"] += f"; {name} {count_parameters(part):,} with the same embeddings"
     counts = None if assumed else sample_counts(store)[store.vocabulary.ordinary]
     total, fed, unusual = 0.0, [], []
     for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
@@ -87,11 +89,13 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
     optimizers = build_optimizers(model, train)
     most = phases[0].train.micro_batch_size
+    if is_compiled(train, accelerator):
+        model.compile_layers()
     speed, update_s = try_steps(model, optimizers, sources[0], most, accelerator)
     kept = (values for one in optimizers for values in one.state.values())
     optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
     saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
-    held = train.keep_checkpoints + (train.max_steps // train.keep_every if train.keep_every else 0)
+    all_saved = count_kept(train) * saved
     here = total / speed + train.max_steps * update_s
     if assumed and assumed.preparation:
         rows["preparation"] = describe_preparation(assumed.preparation)
@@ -99,7 +103,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         "operations": f"{total:.3g} FLOPs",
         "memory of a device": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
         f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
-        "disk": f"{mb(saved)} a checkpoint, {mb((held + 1) * saved)} for those that are kept and "
+        "disk": f"{mb(saved)} a checkpoint, {mb(all_saved)} for those that are kept and "
         "one in work",
         "time here": f"{duration(here)} in one process, tried at {speed / 1e12:.3g} TFLOPS on "
         f"{accelerator.device.type}",
@@ -110,6 +114,10 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         print(f"{name:20}{value}")
     for line in dict.fromkeys(unusual):
         print(f"warning: {line}")
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def describe_epochs(
@@ -219,22 +227,24 @@ def try_steps(
     The learning rate is 0, so the weights stay.
     Returns (FLOP/s of forward and backward passes, seconds of an update).
     """
-    operations, seconds, updates, count, begin = 0, 0.0, [], 1, now(accelerator)
+    operations, seconds, updates, size, begin = 0, 0.0, [], 1, now(accelerator)
     for turn in range(6):
-        batch = source.batch(0, count).to(accelerator.device)
+        batch = source.batch(0, size).to(accelerator.device)
         started = now(accelerator)
         backward(model, batch, accelerator)
         middle = now(accelerator)
         update(optimizers, 0.0)
         updates.append(now(accelerator) - middle)
         zero_gradients(optimizers)
-        if turn:  # the first is the warm-up
-            seconds += middle - started
-            operations += model.count_flops(batch)
-            if now(accelerator) - begin > SECONDS:
-                break
+        if not turn:  # the warm-up, in which a GPU compiles
+            begin = now(accelerator)
+            continue
+        seconds += middle - started
+        operations += model.count_flops(batch)
+        if now(accelerator) - begin > SECONDS:
+            break
         if turn == 1:
-            count = int(min(max(SECONDS / 5 / seconds, 1), most))
+            size = int(min(max(SECONDS / 5 / seconds, 1), most))
     return operations / seconds, min(updates)
 
 

@@ -25,12 +25,22 @@ from accelerate.utils import (
     gather_object,
 )
 from omegaconf import OmegaConf
+from torch.distributed import PrefixStore, TCPStore, init_process_group
 
 from data_pipeline.common.errors import UserError, red
-from data_pipeline.common.folders import claim_folder, install_files, write_file
+from data_pipeline.common.folders import (
+    check_space,
+    claim_folder,
+    hash_file,
+    install_files,
+    write_file,
+)
+from data_pipeline.common.reading import read_json
 from data_pipeline.common.signals import die_with_launcher
+from data_pipeline.common.system import machine_memory
 from data_pipeline.config import PROBES_FILE, check
 from data_pipeline.sampling.batches import BatchSource, count_passes
+from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import (
     TOKENIZER_FILES,
     TokenStore,
@@ -46,22 +56,23 @@ from pretrain.checkpoint import (
     read_state,
     resume_checkpoint,
 )
-from pretrain.config import Config, Phase, TrainConfig, phases_of
+from pretrain.config import Config, Phase, TrainConfig, count_kept, phases_of
 from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut, sample_counts
-from pretrain.export import check_export_folder
+from pretrain.export_folder import check_export_folder
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint
 from pretrain.init_from import hash_weights, start_from
 from pretrain.models.bert import PretrainingModel
+from pretrain.models.build import check_memory, model_of
 from pretrain.models.cpu import configure_cpu, cpu_supports, return_freed_memory
-from pretrain.objectives import objectives_of
 from pretrain.optim import build_optimizers
 from pretrain.probes import Probes
 from pretrain.sharding import wrap_model
+from pretrain.watch import start_watch
 from pretrain.word_vectors import word_vectors
 
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "checkpoints")
-RUN_FILES += ("export", "vocab")
+RUN_FILES += ("export", "vocab", "ranks")
 
 
 @dataclass
@@ -96,6 +107,11 @@ class Run:
         """Tell whether there is anything to evaluate the model by."""
         return bool(self.held_out or self.probes)
 
+    def announce_stop(self) -> None:
+        """Write beside the lock that a signal is stopping the run, so that the next start waits."""
+        if not self.lock.closed:
+            print("stopping", file=self.lock, flush=True)
+
 
 def set_up(config: Config) -> Run:
     """Set up processes, data, model and optimizers, and load the newest checkpoint, if any.
@@ -127,12 +143,10 @@ def set_up(config: Config) -> Run:
         bare.start_at_frequencies(torch.from_numpy(sample_counts(store)))
         if config.init_from:
             folder = Path(config.init_from).expanduser()
-            accelerator.print(start_from(folder, bare, store.vocabulary.pieces))
+            accelerator.print(*start_from(folder, bare, store.vocabulary.pieces), sep="\n")
         else:
             start_at_neighbours(bare, store, accelerator)
-    compiled = settings.compile
-    if compiled is None:
-        compiled = accelerator.device.type == "cuda"
+    compiled = is_compiled(settings, accelerator)
     if compiled:
         bare.compile_layers()
     model = wrap_model(bare, accelerator)
@@ -143,6 +157,7 @@ def set_up(config: Config) -> Run:
         OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
         keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
         describe_start(config, bare, phases, sources, state["step"], accelerator)
+    start_watch(run_dir, accelerator, settings.timeout_s)
     return Run(
         config, phases, accelerator, store, sources, held_out, probes, bare, model, compiled,
         optimizers, state, lock,
@@ -173,11 +188,13 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         else:
             fast = cpu_supports("avx512_bf16")
         precision = "bf16" if fast else "fp32"
+    timeout = timedelta(seconds=settings.timeout_s)
+    join_restarted(timeout)
     accelerator = Accelerator(
         cpu=not cuda,
         mixed_precision={"fp32": "no"}.get(precision, precision),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=settings.timeout_s)),
+            InitProcessGroupKwargs(timeout=timeout),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
@@ -190,12 +207,50 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     return accelerator
 
 
-def stop_all(message: str, accelerator: Accelerator) -> NoReturn:
+def join_restarted(timeout: timedelta) -> None:
+    """Join the process group of a run that its launcher has restarted, under keys of its own.
+
+    torch 2.13 reads those that the processes before have left in the launcher's store, and waits
+    for addresses that nobody has.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0":
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*address, is_master=False, timeout=timeout)
+        init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=PrefixStore(f"attempt-{attempt}", store),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timeout,
+        )
+
+
+def is_compiled(settings: TrainConfig, accelerator: Accelerator) -> bool:
+    """Tell whether a run compiles its layers, as `train.compile` says or by default on a GPU."""
+    on_gpu = accelerator.device.type == "cuda"
+    return on_gpu if settings.compile is None else settings.compile
+
+
+def stop_all(message: str, accelerator: Accelerator | PartialState) -> NoReturn:
     """Exit with code 2 on all ranks (a collective call); the main process prints the message."""
     if accelerator.is_main_process:
         raise UserError(message)
     time.sleep(1)  # a launcher kills all ranks when one exits, so the message must come first
     sys.exit(2)
+
+
+def check_on_each_machine(function: Callable[[], object]) -> None:
+    """Call a function on one rank of each machine (a collective call); a `UserError` in any of them
+    stops all."""
+    state, message = PartialState(), None
+    if state.is_local_main_process:
+        try:
+            function()
+        except UserError as error:
+            message = str(error)
+    if messages := list(filter(None, gather_object([message]))):
+        stop_all(messages[0], state)
 
 
 def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerator) -> None:
@@ -226,13 +281,14 @@ def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerato
 
 
 def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
-    """Open the training split and build the data of each phase.
+    """Open the training split and build the data of each phase (a collective call).
 
     Warns if the held-out split is too small for its losses to be trusted.
-    Raises `UserError` if there is no store.
+    Raises `UserError` if there is no store, or a damaged one.
     """
     vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
     store = TokenStore.open(Path(config.data_dir) / "store", "train", vocabulary)
+    check_on_each_machine(lambda: check_data(Path(config.data_dir)))
     sources = build_sources(phases, store)
     if shortfall := held_out_shortfall(store.manifest):
         PartialState().print(red(f"warning: {shortfall}"))
@@ -249,11 +305,33 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
     return sources
 
 
+def check_resources(config: Config, vocab_size: int) -> None:
+    """Raise `UserError` if memory cannot hold the weights, gradients and moments of a model, or the
+    disk its checkpoints, without building it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            memory *= int(os.environ.get("WORLD_SIZE", 1))
+    else:
+        memory = machine_memory() // ranks
+    train = config.train
+    copies = 3 if train.optimizer == "muon" else 4  # Muon has one moment of a matrix
+    number = check_memory(config.model, vocab_size, config.data.objective, copies, memory)
+    there = sum(p.stat().st_size for p in Path(config.run_dir).glob("checkpoints/step-*/*"))
+    wanted = 4 * (copies - 1) * number * count_kept(train) - there
+    check_space(Path(config.run_dir), wanted, "a run with its checkpoints", "run_dir")
+
+
 def build_model(config: Config, vocab_size: int) -> PretrainingModel:
-    """Build the initial model, with the heads of its objectives."""
+    """Build the initial model, with the heads of its objectives.
+
+    Raises `UserError` if this machine is too small for it.
+    """
+    check_resources(config, vocab_size)
     torch.manual_seed(config.seed)
-    objectives = objectives_of(config.data.objective, config.train.bag_of_words_weight)
-    model = PretrainingModel(config.model, vocab_size, objectives)
+    asked = config.data.objective, config.train.bag_of_words_weight
+    model = model_of(config.model, vocab_size, *asked)
     model.gradient_checkpointing = config.train.gradient_checkpointing
     return model
 
@@ -328,7 +406,10 @@ def load_resume_state(
     Returns (checkpoint or None, state), the same on all ranks. Raises `UserError` if the run has a
     different fingerprint, or checkpoints that are all damaged.
     """
-    checkpoint = on_main(lambda: find_start(run_dir, fingerprint, settings.restart), accelerator)
+    is_main = accelerator.is_main_process
+    checkpoint = share_from_main(
+        lambda: is_main and find_start(run_dir, fingerprint, settings.restart), accelerator
+    )
     state = {"step": 0, "running_sums": [], "evaluation": {}, "part_sizes": []}
     if checkpoint is not None:
         state = read_state(checkpoint)
@@ -346,15 +427,14 @@ def load_resume_state(
     return checkpoint, state | {"restarted": settings.restart}
 
 
-def on_main(function: Callable[[], object], accelerator: Accelerator) -> object:
-    """Call a function on the main process only, and return its result on all ranks (a collective
-    call); a `UserError` in it stops them all."""
+def share_from_main(function: Callable[[], object], accelerator: Accelerator) -> object:
+    """Call a function on all ranks and return what it returns on the main process (a collective
+    call); a `UserError` that it raises there stops them all."""
     shared = [None, None]
-    if accelerator.is_main_process:
-        try:
-            shared[0] = function()
-        except UserError as error:
-            shared[1] = str(error)
+    try:
+        shared[0] = function()
+    except UserError as error:
+        shared[1] = str(error)
     broadcast_object_list(shared)
     if shared[1] is not None:
         stop_all(shared[1], accelerator)
@@ -388,6 +468,8 @@ def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:
     The folder can then be moved and exported without its `data_dir`.
     """
     install_files(vocab_dir, run_dir / "vocab", TOKENIZER_FILES)
+    hashes = {name: hash_file(run_dir / "vocab" / name) for name in TOKENIZER_FILES}
+    fingerprint = fingerprint | {"vocab_files": hashes}
     write_file(run_dir / "fingerprint.json", json.dumps(fingerprint, indent=1).encode() + b"\n")
 
 
@@ -426,12 +508,19 @@ def build_probes(config: Config, store: TokenStore) -> Probes | None:
     if not (settings.minimal_pairs or settings.sentences):
         return None
     path = Path(config.data_dir) / PROBES_FILE
-    found = json.loads(path.read_text()) if path.exists() else {}
+    ids = [[range(len(store.vocabulary))]]
+    shape = {"settings": dict, "vocab_sha256": str, "paradigms": [[str]]}
+    shape |= {"good": ids, "bad": ids, "sentences": ids}
+    advice = "encode eval.probes with python -m data_pipeline CONFIG"
+    found = read_json(path, shape, advice) if path.exists() else {}
     expected = {"settings": asdict(settings), "vocab_sha256": store.vocabulary.sha256}
     check(
-        found and expected.items() <= found.items(),
+        found
+        and expected.items() <= found.items()
+        and len(found["good"]) == len(found["bad"]) == len(found["paradigms"])
+        and all(len(names) == 3 for names in found["paradigms"]),
         f"{path} {'was made from other probes or another vocabulary' if found else 'is missing'}; "
-        "encode eval.probes with python -m data_pipeline CONFIG",
+        + advice,
     )
     longest = config.model.max_position_embeddings
     return Probes(found, store.vocabulary, sample_counts(store), longest)

@@ -7,13 +7,15 @@ of processes.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from data_pipeline.config import check
 
@@ -32,21 +34,20 @@ def asks_for_shards() -> bool:
 def wrap_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Move a model to this process's device and wrap it in DDP or FSDP2.
 
-    model: has `.layers`, each of which becomes an FSDP2 unit.
+    model: has `all_layers`, each of which becomes an FSDP2 unit.
     Build optimizers afterwards: FSDP2 replaces the parameters of `model`.
     """
     if not asks_for_shards():
         return accelerator.prepare(model.to(accelerator.device))
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     device = accelerator.device.type
     mesh = init_device_mesh(device, (accelerator.num_processes,))
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-    for layer in model.layers:
+    for layer in model.all_layers():
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
-    for method in ("score", "logits"):
+    for method in ("score", "logits", "replaced_logits"):
         register_fsdp_forward_method(model, method)
     bf16 = accelerator.mixed_precision == "bf16"
     model.forward = torch.autocast(device, torch.bfloat16, enabled=bf16)(model.forward)
@@ -67,6 +68,38 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     A collective call under FSDP2. Returns the norm before scaling, a scalar.
     """
     return unshard(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+def share_matrices(function: Callable[[Tensor], Tensor], stack: Tensor, like: Tensor) -> Tensor:
+    """Apply a function to a stack of matrices, each process to its share of them (a collective
+    call).
+
+    function: (n, A, B) -> (n, A, B).
+    stack: (N, A, B), the same on all processes; under FSDP2 the local rows of each matrix.
+    like: one of the parameters that the matrices are of.
+    Returns the results, divided as `stack` is.
+    """
+    shape, place = torch.Size([len(stack), *like.shape]), Replicate()
+    if isinstance(like, DTensor):
+        mesh, place = like.device_mesh, Shard(1)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = init_device_mesh(stack.device.type, (dist.get_world_size(),))
+    else:
+        return function(stack)
+    stride = (shape[1] * shape[2], shape[2], 1)
+
+    def move(part: Tensor, before: Placement, after: Placement) -> Tensor:
+        whole = DTensor.from_local(
+            part, mesh, [before], run_check=False, shape=shape, stride=stride
+        )
+        return whole.redistribute(placements=[after]).to_local()
+
+    return move(function(move(stack, place, Shard(0))), Shard(0), place)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unshard(tensor: Tensor) -> Tensor:

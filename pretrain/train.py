@@ -17,8 +17,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import NoReturn
@@ -31,23 +29,34 @@ from data_pipeline.common.errors import Stopped
 from data_pipeline.common.signals import hold_signals
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import progress_bar
-from data_pipeline.sampling.batches import Batch, BatchSource, prefetch
-from pretrain.agreement import agree_on_signal, agree_on_step
-from pretrain.checkpoint import newest_checkpoint, save_checkpoint
+from data_pipeline.sampling.batches import Batch, BatchSource, prefetch, send
+from pretrain.agreement import agree_on_signal, agree_on_step, explain_difference, read_step
+from pretrain.checkpoint import (
+    last_good,
+    load_model,
+    load_optimizers,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from pretrain.config import Config, Phase, phase_at
 from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
 from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
-from pretrain.monitor import Monitor
+from pretrain.models.cpu import return_freed_memory
+from pretrain.monitor import SPIKE_STEPS, Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
 from pretrain.report import refresh_report
-from pretrain.run_setup import Run, set_up, stop_all
+from pretrain.run_setup import Run, set_up, share_from_main, stop_all
 from pretrain.sharding import clip_gradients, no_sync
 from pretrain.tracking import Tracker
+from pretrain.watch import end_watch, mark, name_lost_ranks
+
+TRIM_EVERY = 60.0  # seconds; activations of ever other sizes fragment the heap
 
 
+@name_lost_ranks()
 def train(config: Config) -> None:
     """Train a model as the config says, resuming from the newest checkpoint of `run_dir`, and
     export it.
@@ -58,7 +67,7 @@ def train(config: Config) -> None:
     run = set_up(config)
     # from here on, on all ranks, a signal has a step to finish, for which the next start waits
     run.accelerator.wait_for_everyone()
-    hold_signals(partial(print, "stopping", file=run.lock, flush=True))
+    hold_signals(run.announce_stop)
     record = Record(run)
     if run.state.pop("evaluation_due", False):
         evaluate_run(run, record, run.state["step"])
@@ -68,9 +77,10 @@ def train(config: Config) -> None:
     run.model.train()
     steps = range(run.state["step"], settings.max_steps)
     for step, micro_batches in zip(steps, record.clock.waiting(read_ahead(run)), strict=True):
+        mark(step)
         phase = phase_at(run.phases, step)
         counts = count_asked(run.bare.objectives, micro_batches, accelerator)
-        sums = torch.zeros_like(record.sums)
+        sums = torch.zeros(record.sums.shape, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(micro_batches):
             number = accelerator.process_index * len(micro_batches) + i
             torch.manual_seed(dropout_seed(config.seed, step, number))
@@ -81,20 +91,21 @@ def train(config: Config) -> None:
                 loss = (weights * rows[:, 0] / counts).sum()
                 accelerator.backward(loss * accelerator.num_processes)  # DDP averages
             sums += rows.detach()
-        grad_norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf).item()
+        norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf)
         rate = learning_rate(step - phase.schedule_start, phase.train)
-        sums, stop = agree_on_step(sums, accelerator)
-        # grad_norm is the same on all ranks, and so is the decision
+        found = agree_on_step(sums, norm, accelerator)  # so all ranks decide alike
+        update(run.optimizers, rate, found[0])
+        sums, grad_norm, stop = read_step(found)  # the host waits here, and nowhere else in a step
         if record.monitor.has_finite_gradient(step, grad_norm):
-            update(run.optimizers, rate)
             record.sums += sums
+        else:
+            record.log_skipped(run, step, sums)
         zero_gradients(run.optimizers)
 
         # once in a while
         done, ended = step + 1, step + 1 == settings.max_steps
         record.bar.update()
-        if record.monitor.should_abort():
-            abort_run(run, record, step, sums)
+        answer_trouble(run, record, step, (sums[0, 0] / sums[0, -1]).item())
         if done % settings.log_every == 0 or ended:
             record.log(run, done, {"train/learning_rate": rate, "train/grad_norm": grad_norm})
         if run.is_evaluated and (done % settings.eval_every == 0 or ended):
@@ -110,10 +121,10 @@ class Record:
     """The bookkeeping of a run: sums for the log, speed, health checks, tracker, progress bar."""
 
     def __init__(self, run: Run):
-        settings, state, device = run.config.train, run.state, run.accelerator.device
+        settings, state = run.config.train, run.state
         sums = read_sums(state, run.bare.objectives)
-        self.sums = torch.tensor(sums, dtype=torch.float64, device=device)  # (objectives, ROW)
-        self.clock = Clock(run.accelerator.num_processes, peak_flops(device))
+        self.sums = torch.tensor(sums, dtype=torch.float64)  # (objectives, ROW)
+        self.clock = Clock(run.accelerator.num_processes, peak_flops(run.accelerator.device))
         self.left = TimeLeft(run.phases, state["step"])
         self.bar = progress_bar(
             "training", settings.max_steps, "step", state["step"], disable=not run.main
@@ -123,8 +134,9 @@ class Record:
         kept = state.get("monitor", {})
         self.monitor = Monitor(run.phases[0].train, counts, unknown, kept, self.log_line)
         if run.main:
-            project = run.config.tracking.wandb
-            self.tracker = Tracker(run.run_dir, state["step"], project, asdict(run.config))
+            reports = run.config.tracking.wandb is not None
+            self.tracker = Tracker(run.run_dir, state["step"], reports)
+        self.trimmed = time.monotonic()
 
     def log(self, run: Run, done: int, others: dict[str, float]) -> None:
         """Log the means since the last log line and reset the sums."""
@@ -135,9 +147,21 @@ class Record:
         counts = dict(zip(names, self.sums[:, -1].tolist(), strict=True))
         metrics |= self.monitor.check_health(done, metrics, counts.get("nsp", 0))
         self.sums.zero_()
+        if time.monotonic() - self.trimmed > TRIM_EVERY:
+            return_freed_memory()
+            self.trimmed = time.monotonic()
         if run.main:
             self.tracker.log(done, metrics)
             self.bar.set_postfix_str(say_progress(metrics, self.left.seconds(done)), refresh=False)
+
+    def log_skipped(self, run: Run, step: int, sums: torch.Tensor) -> None:
+        """Record the examples of a skipped step, which `BatchSource.batch` of its phase builds."""
+        if run.main:
+            phase = phase_at(run.phases, step)
+            size, losses = phase.train.global_batch_size, sums[:, 0].tolist()
+            batch = {"phase": run.phases.index(phase), "first": (step - phase.start) * size}
+            batch |= {"count": size, "losses": losses}
+            self.tracker.log(step + 1, {}, skipped={"step": step} | batch)
 
 
 def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
@@ -151,12 +175,47 @@ def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
     )
 
 
-def abort_run(run: Run, record: Record, step: int, sums: torch.Tensor) -> NoReturn:
+def answer_trouble(run: Run, record: Record, step: int, loss: float) -> None:
+    """Stop all ranks after too many skipped steps in a row, and answer a spike of the MLM loss."""
+    if record.monitor.should_abort():
+        abort_run(run, record, step)
+    if record.monitor.has_spiked(loss, step == phase_at(run.phases, step).start):
+        answer_spike(run, record, step + 1)
+
+
+def abort_run(run: Run, record: Record, step: int) -> NoReturn:
     """Stop all ranks after too many steps in a row without a finite gradient."""
     record.bar.close()
-    losses = sums[:, 0].tolist()
-    why = record.monitor.dump_bad_batch(run.run_dir, step, run.phases, losses) if run.main else ""
-    stop_all(why, run.accelerator)
+    stop_all(record.monitor.explain_skips(step, run.run_dir) if run.main else "", run.accelerator)
+
+
+def answer_spike(run: Run, record: Record, done: int) -> None:
+    """Go on with the weights of a checkpoint before a spike, or warn, or stop all ranks, as
+    `train.on_spike` says (a collective call).
+
+    The steps since that checkpoint are passed over, since their data may be the cause. Stops if
+    there is none, or if the run went back to it before.
+    """
+    monitor, action = record.monitor, run.config.train.on_spike
+    if action == "warn":
+        return monitor.accept_spike(done)
+    latest = done - 2 * SPIKE_STEPS  # damage can be older than the loss that shows it
+    good = share_from_main(
+        lambda: run.main and last_good(run.run_dir / "checkpoints", latest), run.accelerator
+    )
+    if action == "rollback" and good and good.name != monitor.state["went_back_to"]:
+        load_model(good, run.bare)
+        load_optimizers(good, run.bare, run.optimizers)
+        monitor.note_rollback(done, good.name)
+        if run.main:
+            record.tracker.log(done, {}, rollback={"to": good.name, "done": done})
+        return
+    stop_all(
+        f"{monitor.explain_spike(done)}; the last good checkpoint is {good or 'none'}. Lower "
+        "train.learning_rate or lengthen train.warmup_steps, in another run_dir, or go on with "
+        "train.on_spike=warn",
+        run.accelerator,
+    )
 
 
 def evaluate_run(run: Run, record: Record, done: int) -> None:
@@ -186,16 +245,24 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
 
 
 def save_run(run: Run, record: Record, done: int) -> Path:
-    """Write a checkpoint (a collective call); returns its folder."""
+    """Write a checkpoint (a collective call); returns its folder.
+
+    Stops all ranks if that fails, or if their weights differ.
+    """
     sizes = [source.part_sizes for source in run.sources]
     run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
     run.state["monitor"] = record.monitor.state
+    folder, settings = run.run_dir / "checkpoints", run.config.train
+    # while steps are skipped or a spike begins, all stay: one of them is the last good one
+    keep = settings.max_steps if record.monitor.is_sick else settings.keep_checkpoints
+    kept = keep, settings.keep_every
+    tensors = run.bare, run.optimizers
     with record.clock.paused():
-        kept = run.config.train.keep_checkpoints, run.config.train.keep_every
-        folder = run.run_dir / "checkpoints"
-        saved = save_checkpoint(folder, run.bare, run.optimizers, run.state, *kept, run.main)
-        run.accelerator.wait_for_everyone()
-    return saved
+        if difference := explain_difference(run.bare, run.accelerator):
+            stop_all(difference, run.accelerator)
+        return share_from_main(
+            lambda: save_checkpoint(folder, *tensors, run.state, *kept, run.main), run.accelerator
+        )
 
 
 def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
@@ -208,31 +275,40 @@ def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
         message = f"stopped at step {done:,} on {stop.name}; the checkpoint is {saved}; start the "
         message += "same command again to go on"
     leave(run)
+    run.lock.close()
     raise Stopped(message)
 
 
 def finish(run: Run, record: Record) -> None:
-    """Export the last checkpoint, write the page of the run and print a summary."""
+    """Export the last checkpoint, write the page of the run and print a summary.
+
+    Stops all ranks instead if the run has diverged.
+    """
     record.bar.close()
     state, run_dir = run.state, run.run_dir
-    if run.main:
-        record.tracker.close()
-        checkpoint = newest_checkpoint(run_dir / "checkpoints")
-        export_checkpoint(checkpoint, run.config, run_dir / "export")
-        refresh_report(run_dir, print)
-        seconds = time.perf_counter() - record.left.began
-        describe_end(run_dir, state["step"], seconds, state["evaluation"])
-    leave(run)
+    why_not = record.monitor.explain_divergence(state["evaluation"])
+    leave(run)  # so that nobody waits for the main process, or fails with it
+    with run.lock:
+        if run.main:
+            record.tracker.close()
+        if why_not:
+            stop_all(why_not, run.accelerator)
+        if run.main:
+            checkpoint = newest_checkpoint(run_dir / "checkpoints")
+            export_checkpoint(checkpoint, run.config, run_dir / "export")
+            refresh_report(run_dir, print)
+            seconds = time.perf_counter() - record.left.began
+            describe_end(run_dir, state["step"], seconds, state["evaluation"])
 
 
 def leave(run: Run) -> None:
-    """Leave the process group and release the run folder."""
+    """Leave the process group."""
+    end_watch()
     run.accelerator.wait_for_everyone()
     del run.model, run.bare, run.optimizers
     run.accelerator.free_memory()
     gc.collect()  # a gloo process that exits with its model alive may abort
     run.accelerator.end_training()
-    run.lock.close()
 
 
 def read_steps(
@@ -263,7 +339,7 @@ def count_asked(
     Returns int64 (objectives,), at least 1 each, so that a step without labels has loss 0.
     """
     counts = [sum(one.count(batch) for batch in micro_batches) for one in objectives]
-    return accelerator.reduce(torch.tensor(counts, device=accelerator.device)).clamp(min=1)
+    return accelerator.reduce(send(torch.tensor(counts), accelerator.device)).clamp(min=1)
 
 
 def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
@@ -283,9 +359,26 @@ def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
         optimizer.zero_grad()
 
 
-def update(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
-    """Update the parameters at learning rate `rate`."""
+def update(
+    optimizers: list[torch.optim.Optimizer], rate: float, norm: torch.Tensor | None = None
+) -> None:
+    """Update the parameters at learning rate `rate`, unless the gradient norm is not finite.
+
+    norm: scalar. On a GPU, AdamW looks at it there: the host goes on without waiting for it.
+    """
+    if norm is not None:
+        is_sick = norm.isfinite().logical_not()
+        if skips_there(optimizers, norm.device.type):
+            for optimizer in optimizers:
+                optimizer.found_inf = is_sick.float()  # as torch's gradient scaler tells it
+        elif is_sick:
+            return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+
+
+def skips_there(optimizers: list[torch.optim.Optimizer], device: str) -> bool:
+    """Tell whether the optimizers can skip an update by themselves, as fused AdamW does."""
+    return device != "cpu" and all(isinstance(one, torch.optim.AdamW) for one in optimizers)

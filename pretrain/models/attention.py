@@ -20,10 +20,21 @@ def attend(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
     """
     if qkv.device.type == "cpu":
         return attend_groups(qkv, batch, dropout)
-    # the varlen kernel supports neither dropout nor float32, and only head sizes in eights
-    if dropout or qkv.dtype not in (torch.bfloat16, torch.float16) or qkv.shape[-1] % 8:
-        return attend_padded(qkv, batch, dropout)
-    return attend_varlen(qkv, batch)
+    if has_varlen(qkv.dtype, qkv.shape[-1], gpu_capability()):
+        return attend_varlen(qkv, batch, dropout)
+    return attend_padded(qkv, batch, dropout)
+
+
+def has_varlen(dtype: torch.dtype, head_size: int, capability: tuple[int, int]) -> bool:
+    """Tell whether a GPU of this compute capability has a varlen kernel for such heads."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return is_half and head_size % 8 == 0 and head_size <= 192 and capability >= (8, 0)
+
+
+@torch.compiler.assume_constant_result
+def gpu_capability() -> tuple[int, int]:
+    """Return the compute capability of this process's GPU; (9, 0) is an H100."""
+    return torch.cuda.get_device_capability()
 
 
 def attend_padded(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
@@ -42,15 +53,17 @@ def attend_padded(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
-def attend_varlen(qkv: Tensor, batch: Batch) -> Tensor:
+def attend_varlen(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
     """Compute attention without padding, by torch's kernel for sequences of varying length.
 
     qkv: (T, 3, H, d), bf16 or fp16, d a multiple of 8.
     Returns (T, H, d).
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     # an upper bound in steps of 128, so that few distinct values reach the kernel
     longest = -(-batch.max_length // 128) * 128
-    cu_seqlens = batch.cu_seqlens.int()
-    return varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, longest, longest)
+    cu_seqlens, is_causal = batch.cu_seqlens.int(), False
+    # private: the public `varlen_attn` calls it without dropout
+    return torch.ops.aten._flash_attention_forward.default(
+        *qkv.unbind(1), cu_seqlens, cu_seqlens, longest, longest, dropout, is_causal,
+        return_debug_mask=False,
+    )[0]  # fmt: skip

@@ -12,9 +12,9 @@ from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import describe
-from pretrain.checkpoint import to_json
 from pretrain.config import Config, PhaseConfig, phases_of
 from pretrain.describe import TimeLeft, say_duration, say_quality, show_sequence
+from pretrain.tracking import to_json
 
 
 @pytest.mark.parametrize(

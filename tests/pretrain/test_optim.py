@@ -232,6 +232,25 @@ def test_lamb_moves_a_matrix_by_the_learning_rate_times_its_norm() -> None:
         assert moved == pytest.approx(3e-3 * norm, rel=1e-3), name
 
 
+def test_three_steps_of_muon_are_those_of_torch_to_the_bit() -> None:
+    train = replace(TRAIN, optimizer="muon")
+    models = build_model(), build_model()
+    models[1].load_state_dict(models[0].state_dict())
+    muon, _ = build_optimizers(models[0], train)
+    matrices = [p for p in models[1].layers.parameters() if p.dim() == 2]
+    rates = {"lr": 3e-3, "weight_decay": train.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    peer = torch.optim.Muon(matrices, **rates)
+    for step in range(3):
+        for model in models:
+            fill_gradients(model, seed=step)
+            model.layers[1].up.weight.grad = None  # as where nothing has used it
+        muon.step()
+        peer.step()
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert muon.state[p].keys() == peer.state[q].keys()
+
+
 def test_a_step_of_muon_moves_every_matrix_by_about_one_learning_rate_an_entry() -> None:
     """`match_rms_adamw`: a root mean square of 0.2 learning rates, whatever the shape."""
     model = build_model()

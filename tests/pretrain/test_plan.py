@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import train_here
+from helpers import ROOT, train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config
@@ -18,6 +18,7 @@ from pretrain import plan
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config, phases_of
 from pretrain.models.bert import PretrainingModel
+from pretrain.optim import build_optimizers
 
 LARGER = ("model.hidden_size=128", "train.learning_rate=1e-3", "train.max_steps=40")
 
@@ -83,6 +84,19 @@ def test_epochs_and_tokens_are_those_that_the_loop_would_count(
 )
 def test_a_time_is_said_in_a_unit_that_one_can_read(seconds: float, said: str) -> None:
     assert plan.duration(seconds) == said
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_the_time_is_that_of_the_model_that_runs(prepared, compile, monkeypatch, capsys) -> None:
+    built: list[str] = []
+
+    def compile_layers(self) -> None:
+        built.append("compiled")
+
+    monkeypatch.setattr(PretrainingModel, "compile_layers", compile_layers)
+    monkeypatch.setattr(plan, "try_steps", lambda *_: built.append("tried") or (1e9, 1e-3))
+    plan.plan(config_of(prepared, f"train.compile={compile}"))
+    assert built == ["compiled"] * compile + ["tried"]
 
 
 def test_activations_are_a_line_in_the_tokens(prepared: Path, store: TokenStore) -> None:
@@ -175,3 +189,43 @@ def test_a_parameter_without_a_gradient_is_named(prepared, monkeypatch) -> None:
 def test_without_a_store_the_error_of_a_check_names_the_command(prepared, tmp_path) -> None:
     with pytest.raises(UserError, match="make one: python -m data_pipeline CONFIG"):
         plan.check(config_of(prepared, f"data_dir={tmp_path}/none"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "pieces", "wanted"),
+    [
+        ("albert_base", 30_000, (11_683_584,)),  # without the heads
+        ("electra_small", 30_522, (13_549_057, 4_620_026)),  # discriminator, generator
+    ],
+)
+def test_a_recipe_of_its_published_size_is_planned_and_takes_a_step(
+    recipe, pieces, wanted, prepared, store, tmp_path, capsys
+) -> None:
+    own = (f"corpus.files={prepared}/topics.txt", f"data_dir={tmp_path}", f"vocab.size={pieces}")
+    few = ("train.global_batch_size=2", "train.micro_batch_size=2", "train.precision=fp32")
+    config = load_config(Config, str(ROOT / f"configs/{recipe}.yaml"), [*own, *few])
+    model = plan.build_model(config, pieces).eval()  # no dropout
+    parts = list(model.parts().values())
+    if recipe == "albert_base":
+        parts = [torch.nn.ModuleList((model.embeddings, model.project, model.layers, model.pooler))]
+    assert tuple(map(plan.count_parameters, parts)) == wanted
+
+    batch = BatchSource(store, config.data, 0).batch(0, 2)
+    optimizers = build_optimizers(model, config.train)
+    accelerator = Accelerator(cpu=True)
+    before = plan.backward(model, batch, accelerator)
+    plan.update(optimizers, 1e-4)
+    with torch.no_grad():
+        after = model(batch)[0, 0].item() / len(batch.masked_labels)
+    assert after < before - 0.01
+
+    plan.plan(config)
+    said = capsys.readouterr().out
+    rows = -pieces % 64  # the vocabulary is padded
+    total = plan.count_parameters(model) + rows * (config.model.embedding_size + 1)
+    assert f"parameters          {total:,}: " in said
+    memory = said.partition("memory of a device")[2].partition("\n")[0]
+    kept = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+) MB", memory)]
+    assert kept[0] == pytest.approx(sum(kept[1:]), abs=2)
+    assert kept[1] == kept[2] == round(8 * total / 1e6) and kept[3] > 0

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from helpers import TWO_STEPS, fork, newest, run, train_here
 
+from data_pipeline.common.errors import UserError
+from pretrain.config import ModelConfig
+from pretrain.models.build import check_memory, model_of
 from pretrain.word_vectors import word_vectors
 
 
@@ -39,10 +42,10 @@ def test_a_rank_with_other_data_is_named_and_one_with_a_copy_is_not(
     assert done.returncode == 0, done.stderr
     assert "ranks: 2 on " in done.stdout
     path = tmp_path / "data/store/manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"data_sha256": "of another text"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"data_sha256": "0" * 64}))
     done = run(prepared, tmp_path / "run", *TWO_STEPS, processes=2, rank_1=other)
     assert done.returncode != 0
-    assert "data_sha256 is 'of another text', on rank 0" in done.stderr
+    assert "data_sha256 is '00000000" in done.stderr
 
 
 def test_a_single_process_says_nothing_of_ranks(prepared: Path, tmp_path: Path, capsys) -> None:
@@ -87,3 +90,26 @@ def test_a_new_run_starts_at_the_word_vectors_of_its_corpus(
     assert known.sum() > len(wanted) / 2
     alike = F.cosine_similarity(found @ found[known].T, wanted @ wanted[known].T)
     assert alike[known].median() > 0.8  # in whichever basis; of random vectors, about 0
+
+
+@pytest.mark.parametrize("command", ["pretrain", "pretrain.plan"])
+def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(
+    prepared: Path, tmp_path: Path, command: str
+) -> None:
+    sizes = ["model.num_hidden_layers=1000", "model.hidden_size=65536"]
+    words = ["-m", command, str(prepared / "config.yaml"), f"run_dir={tmp_path / 'run'}", *sizes]
+    done = fork(words, timeout=100)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "error: a model of 51,5" in done.stderr and "GB; make model.num_hidden" in done.stderr
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_the_memory_of_a_model_is_known_without_building_it() -> None:
+    albert = {"architecture": "albert", "num_hidden_groups": 2}
+    for sizes in ({"num_hidden_layers": 3}, albert, {"architecture": "electra"}):
+        config = ModelConfig(**{"hidden_size": 64, "num_attention_heads": 4} | sizes)
+        model = model_of(config, 500, "nsp")
+        number = sum(p.numel() for p in model.parameters())
+        assert check_memory(config, 500, "nsp", 4, 16 * number) == number
+        with pytest.raises(UserError, match=f"a model of {number:,} parameters takes at least"):
+            check_memory(config, 500, "nsp", 4, 16 * number - 1)

@@ -1,12 +1,14 @@
 """FSDP2 is DDP with less memory: the same losses, checkpoints that do not tell, and clipping."""
 
+import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from helpers import ROOT, metrics, newest, run, train_here
+from helpers import ROOT, fork, metrics, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
 from pretrain.sharding import asks_for_shards, clip_gradients
@@ -57,6 +59,90 @@ def test_a_run_of_one_process_goes_on_in_shards(prepared: Path, tmp_path: Path) 
     assert_near(tmp_path / "one", tmp_path / "then two")
 
 
+COMPILED = """
+import sys
+import torch
+from pretrain.config import ModelConfig
+from pretrain.models import bert, layers
+from pretrain.models.attention import attend_padded
+from pretrain.models.bert import PretrainingModel
+from data_pipeline.sampling.batches import Batch
+
+def keep(graph, inputs):
+    graphs.append(graph)
+    return graph
+
+graphs, bert.TOKEN_MULTIPLE, layers.attend = [], 1, attend_padded  # as on a GPU
+torch.distributed.init_process_group("gloo")
+config = ModelConfig(num_hidden_layers=2, max_position_embeddings=8, hidden_dropout_prob=0.0)
+model = PretrainingModel(config, 64)
+model.compile_layers(backend=keep)
+wrapped = torch.nn.parallel.DistributedDataParallel(model)
+for n in (5, 7):
+    i = torch.arange(n)
+    batch = Batch(i, 0 * i, i, 0 * i, torch.tensor([0, n]), i[:2], i[:2], i[:1], max_length=n)
+    wrapped(batch)[:, 0].sum().backward()
+print(f"{len(graphs)} graphs", file=sys.stderr)
+"""
+
+
+def test_ddp_does_not_cut_a_compiled_layer_of_base_size() -> None:
+    """Its optimizer would, at every 25 MB of weights; the loss would be the same, the speed not."""
+    done = fork(["-c", COMPILED], ["-c", COMPILED])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("1 graphs") == 2, done.stderr
+
+
+COUNTED = """
+import json
+import sys
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from pretrain.config import ModelConfig, TrainConfig
+from pretrain.models.bert import PretrainingModel
+from pretrain.optim import build_optimizers
+from pretrain.sharding import unshard
+
+torch.distributed.init_process_group("gloo")
+mesh, counts, size = init_device_mesh("cpu", (2,)), {}, {"hidden_size": 24}
+config = ModelConfig(num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=8, **size)
+for name in ("adamw", "lamb", "muon"):
+    weights = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = PretrainingModel(config, 40)
+        for part in [*model.layers, model] if is_sharded else ():
+            fully_shard(part, mesh=mesh)
+        optimizers = build_optimizers(model, TrainConfig(optimizer=name, learning_rate=1e-2))
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+            if is_sharded:
+                p.grad = distribute_tensor(p.grad, mesh, p.placements, src_data_rank=None)
+        with CommDebugMode() as mode:
+            for optimizer in optimizers:
+                optimizer.step()
+        counts.setdefault(name, []).append(mode.get_total_counts())
+        weights.append([unshard(p.detach()).clone() for p in model.parameters()])
+    close = {"rtol": 1e-5, "atol": 1e-7} if name == "lamb" else {"rtol": 0, "atol": 0}
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, **close)
+if torch.distributed.get_rank() == 0:
+    print(json.dumps(counts))
+"""
+
+
+def test_optimizers_move_little_between_processes_and_shards_change_nothing() -> None:
+    """Of three layers with 18 matrices of three shapes: under DDP nothing but one gather a shape of
+    Muon's, in shards two; LAMB adds up the norms of both groups."""
+    done = fork(["-c", COUNTED], ["-c", COUNTED])
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts == {"adamw": [0, 0], "lamb": [0, 4], "muon": [3, 6]}
+
+
 def test_the_launch_file_asks_for_version_2(monkeypatch) -> None:
     settings = yaml.safe_load((ROOT / "configs/accelerate/fsdp_8.yaml").read_text())
     assert settings["distributed_type"] == "FSDP" and settings["fsdp_config"]["fsdp_version"] == 2
@@ -80,3 +166,8 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, max_norm))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_test_sees_no_card_unless_only_those_that_need_one_run(pytestconfig) -> None:
+    assert torch.cuda.device_count() == 0 or pytestconfig.option.markexpr == "gpu"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" or pytestconfig.option.markexpr == "gpu"
