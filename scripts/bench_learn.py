@@ -30,9 +30,9 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
-from pretrain.export import load_export
 from pretrain.families import FAMILIES, hf_config
 from pretrain.models.bert import PretrainingModel
+from pretrain.read_export import load_export
 from pretrain.train import train
 
 PEER_BATCH_SIZE, PEER_RATE = 32, 1e-3

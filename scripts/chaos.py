@@ -1,0 +1,319 @@
+"""Interrupt a run and a preparation at random and at named points, start them again, and compare
+what they end with, bit by bit, with one that nothing interrupted:
+`python scripts/chaos.py CONFIG --out FOLDER [--each 6] [--kinds kill signal ...] [--seed 0]`.
+
+Use a recipe of few steps, such as `train.max_steps: 12` with checkpoints and evaluations between,
+whose data are prepared. Each fault is planted at one call of a function and writes a file first, so
+that one that never came is counted too. Prints a line a fault, and a table by kind; exits with code
+1 if anything did not survive.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from data_pipeline.common.errors import run_command  # noqa: E402
+from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state  # noqa: E402
+from pretrain.tracking import read_metrics  # noqa: E402
+
+# Where a fault may come: module:function, whose calls a run without faults counts first.
+TRAINING = (
+    "pretrain.train:learning_rate",  # each step
+    "data_pipeline.sampling.batches:BatchSource.build_steps",  # planning and reading, in a thread
+    "pretrain.models.bert:PretrainingModel.score",  # evaluation
+    "pretrain.train:save_run",
+    *(f"pretrain.checkpoint:{name}" for name in ("save_file", "hash_file", "to_json", "sync")),
+    "pretrain.train:export_checkpoint",
+    "pretrain.export:save_file",
+    "pretrain.train:refresh_report",
+)
+PREPARATION = tuple(
+    f"data_pipeline.common.folders:{name}" for name in ("write_file", "sync_files", "hash_file")
+)
+STOPS = ("SIGTERM", "SIGINT", "SIGUSR1")
+FAULTS = {  # kind -> what one process does, the exit codes that may follow, processes, points
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", {-9, 1, 137}, (1, 2), TRAINING),
+    "signal": ("os.kill(os.getpid(), signal.{stop})", {75, 0}, (1, 2), TRAINING),
+    "stop": ("os.kill(os.getpid(), signal.SIGSTOP)", {1}, (2,), TRAINING[:1]),
+    "disk": ("limit_files({size})", {2}, (1, 2), TRAINING[3:7]),
+    "prepare": ("os.kill(os.getpid(), signal.SIGKILL)", {-9, 137}, (1,), PREPARATION),
+}
+KINDS = (*FAULTS, "elastic")
+PLANT = """
+import hashlib, importlib, os, resource, runpy, signal, sys
+plan, rank = {plan!r}, os.environ.get("RANK", "0")
+
+def limit_files(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+def wrap(point, before):
+    module, _, name = point.partition(":")
+    home = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        home = getattr(home, part)
+    real, calls = getattr(home, last), []
+    def planted(*arguments, **options):
+        calls.append(1)
+        before(len(calls), *arguments)
+        return real(*arguments, **options)
+    setattr(home, last, planted)
+
+def note(name, text):
+    with open(os.path.join(plan["notes"], name + "-" + rank), "a") as file:
+        print(text, file=file)
+
+def fail(number, *_):
+    if number == plan["number"] and rank == plan["rank"]:
+        note("fired", number)
+        exec(plan["fault"])
+
+def list_sequences(number, objectives, batches, *_):
+    for batch in batches:
+        ends = batch.cu_seqlens.tolist()
+        for a, b in zip(ends, ends[1:]):
+            digest = hashlib.sha256(batch.input_ids[a:b].numpy().tobytes()).hexdigest()[:16]
+            note("sequences", str(number) + " " + digest)
+
+for point in plan["counted"]:
+    wrap(point, lambda number, *_, point=point: note("calls", point))
+if plan["fault"]:
+    wrap(plan["point"], fail)
+if plan["lists"]:
+    wrap("pretrain.train:count_asked", list_sequences)
+runpy.run_module(plan["program"], run_name="__main__", alter_sys=True)
+"""
+Start = Callable[[list[list[str]]], int]
+
+
+def start_processes(ranks: list[list[str]]) -> int:
+    """Run `python` with the words of each rank; returns the exit code of the first to fail."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(ranks))}
+    env |= {"MASTER_PORT": str(random.randrange(20000, 60000)), "LOCAL_WORLD_SIZE": str(len(ranks))}
+    running = []
+    for rank, words in enumerate(ranks):
+        if len(ranks) > 1:
+            one = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        else:
+            one = {name: value for name, value in env.items() if name != "WORLD_SIZE"}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        running.append(subprocess.Popen([sys.executable, *words], env=one, cwd=ROOT, **quiet))
+    code, end = 0, time.monotonic() + 600
+    while any(process.poll() is None for process in running) and time.monotonic() < end:
+        codes = [process.returncode for process in running if process.returncode]
+        if codes and not code:
+            code, end = codes[0], min(end, time.monotonic() + 30)
+        time.sleep(0.05)
+    for process in running:
+        process.kill()
+        code = code or process.wait()
+    return code
+
+
+class Chaos:
+    """Runs of one recipe in folders of `out`, and what they have to end with.
+
+    start: runs the ranks of a job, each given as the words after `python`.
+    """
+
+    def __init__(self, config: str, out: Path, overrides: list[str], start: Start):
+        self.config, self.out, self.overrides, self.start = config, out, overrides, start
+        self.whole: dict[tuple[str, int], Path] = {}
+        self.seconds = ("train.timeout_s=20",)  # a stopped rank is found soon
+
+    def launch(self, folder: Path, kind: str, processes: int, notes: str, **plan) -> int:
+        """Start a run or a preparation once, with a plan of faults; returns its exit code."""
+        is_data = kind == "prepare"
+        place = f"data_dir={folder / 'data'}" if is_data else f"run_dir={folder / 'run'}"
+        (folder / notes).mkdir(parents=True)
+        empty = {"counted": (), "fault": "", "lists": False, "rank": "0"}
+        program = "data_pipeline" if is_data else "pretrain"
+        plan = empty | {"program": program, "notes": str(folder / notes)} | plan
+        options = ["--workers", "1"] if is_data else self.seconds
+        words = ["-c", PLANT.format(plan=plan), self.config, place, *self.overrides, *options]
+        return self.start([words] * processes)
+
+    def reference(self, kind: str, processes: int) -> Path:
+        """Make the run or preparation that nothing interrupts, once; returns its folder."""
+        key = ("prepare" if kind == "prepare" else "train"), processes
+        if key not in self.whole:
+            folder = self.out / "whole" / f"{key[0]}-{processes}"
+            counted = PREPARATION if kind == "prepare" else TRAINING
+            code = self.launch(folder, kind, processes, "notes", counted=counted)
+            if code:
+                raise SystemExit(f"the run without faults ended with exit code {code}")
+            self.whole[key] = folder
+        return self.whole[key]
+
+    def interrupt(self, kind: str, number: int, rng: random.Random) -> dict:
+        """Plant one fault, start again until the end, and compare; returns what came of it."""
+        fault, codes, choices, points = FAULTS[kind]
+        processes = choices[number % len(choices)]
+        whole = self.reference(kind, processes)
+        rank = str(rng.randrange(processes) if kind != "disk" else 0)  # rank 0 alone writes
+        calls = (whole / "notes" / f"calls-{rank}").read_text().splitlines()
+        points = [point for point in points if point in calls]
+        point = points[number // len(choices) % len(points)]
+        call = rng.randint(1, calls.count(point))
+        fault = fault.format(stop=STOPS[number % 3], size=rng.choice([50_000, 200_000]))
+        folder = self.out / f"{kind}-{number}"
+        plan = {"point": point, "number": call, "rank": rank, "fault": fault}
+        first = self.launch(folder, kind, processes, "first", **plan)
+        again = self.launch(folder, kind, processes, "second")
+        difference = explain(folder, whole)
+        return plan | {
+            "kind": kind,
+            "processes": processes,
+            "fired": (folder / "first" / f"fired-{rank}").exists(),
+            "codes": [first, again],
+            "survived": first in codes and again == 0 and not difference,
+            "difference": difference,
+        }
+
+    def change_processes(self, number: int, rng: random.Random) -> dict:
+        """Stop a run three times and go on with 1, 2, 4 and 1 processes; every sequence has to come
+        once, in its step."""
+        whole = self.out / "sequences"
+        if not whole.exists() and self.launch(whole, "elastic", 1, "notes", lists=True):
+            raise SystemExit("the run without faults failed")
+        wanted = sequences(whole / "notes")
+        steps = sorted(rng.sample(range(1, len(wanted)), 3))
+        folder, found, done, codes, fired = self.out / f"elastic-{number}", {}, 0, [], 0
+        for turn, processes in enumerate((1, 2, 4, 1)):
+            plan = {"lists": True, "rank": str(rng.randrange(processes))}
+            if turn < 3:
+                plan |= {"fault": f"os.kill(os.getpid(), signal.{STOPS[turn]})"}
+                plan |= {
+                    "point": "pretrain.train:learning_rate",
+                    "number": max(steps[turn] - done, 1),
+                }
+            codes.append(self.launch(folder, "elastic", processes, f"turn-{turn}", **plan))
+            fired += any((folder / f"turn-{turn}").glob("fired-*"))
+            seen = sequences(folder / f"turn-{turn}")
+            found |= {done + step: names for step, names in seen.items()}
+            done = read_state(newest_checkpoint(folder / "run/checkpoints"))["step"]
+        drift = largest_difference(folder, whole)
+        differs = "sequences" if found != wanted else "weights" if drift > 1e-4 else ""
+        return {
+            "kind": "elastic",
+            "point": f"{steps}, 1, 2, 4 and 1 processes",
+            "drift": drift,  # sums are taken in another order
+            "fired": fired == 3,
+            "codes": codes,
+            "survived": codes == [75, 75, 75, 0] and not differs,
+            "difference": differs,
+        }
+
+
+def sequences(notes: Path) -> dict[int, list[str]]:
+    """Read which sequences all ranks have trained on: step since the start -> sorted digests."""
+    found: dict[int, list[str]] = {}
+    for path in notes.glob("sequences-*"):
+        for line in path.read_text().splitlines():
+            step, name = line.split()
+            found.setdefault(int(step), []).append(name)
+    return {step: sorted(names) for step, names in found.items()}
+
+
+def explain(folder: Path, whole: Path) -> str:
+    """Compare what two runs or preparations have ended with; returns "" or what differs."""
+    if (whole / "data").exists():
+        a, b = (hash_store(path / "data/store") for path in (folder, whole))
+        return "" if a == b else "store"
+    if not list_checkpoints(folder / "run/checkpoints"):
+        return "no checkpoint"
+    for name in ("model", "optimizer"):
+        a, b = (
+            load_file(newest_checkpoint(path / "run/checkpoints") / f"{name}.safetensors")
+            for path in (folder, whole)
+        )
+        if a.keys() != b.keys() or any(not a[key].equal(b[key]) for key in a):
+            return name
+    lines = (
+        [strip(line) for line in read_metrics(p / "run/metrics.jsonl")] for p in (folder, whole)
+    )
+    if json.dumps(next(lines)) != json.dumps(next(lines)):
+        return "metrics.jsonl"
+    a, b = (path / "run/export/model.safetensors" for path in (folder, whole))
+    return "" if a.exists() and a.read_bytes() == b.read_bytes() else "export"
+
+
+def largest_difference(folder: Path, whole: Path) -> float:
+    """Compare the weights that two runs have ended with."""
+    a, b = (
+        load_file(newest_checkpoint(path / "run/checkpoints") / "model.safetensors")
+        for path in (folder, whole)
+    )
+    return max((a[name] - b[name]).abs().max().item() for name in b)
+
+
+def strip(line: dict) -> dict:
+    """Leave out speeds, and warnings of waiting, which no two runs share."""
+    return {key: value for key, value in line.items() if not key.startswith("perf/")}
+
+
+def hash_store(store: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(store.rglob("*"))
+        if path.is_file()
+    }
+
+
+def summarize(results: list[dict]) -> str:
+    """Draw the table: kind, tried, fired, survived."""
+    rows = ["| fault | tried | came | survived |", "| --- | --- | --- | --- |"]
+    for kind in dict.fromkeys(one["kind"] for one in results):
+        some = [one for one in results if one["kind"] == kind]
+        counts = len(some), sum(one["fired"] for one in some), sum(one["survived"] for one in some)
+        rows.append(f"| {kind} | {' | '.join(map(str, counts))} |")
+    return "\n".join(rows)
+
+
+def run_chaos(chaos: Chaos, kinds: list[str], each: int, seed: int) -> list[dict]:
+    """Try `each` faults of each kind; returns a row a fault, and prints it."""
+    results = []
+    for kind in kinds:
+        for number in range(each):
+            rng = random.Random(f"{seed} {kind} {number}")
+            if kind == "elastic":
+                results.append(chaos.change_processes(number, rng))
+            else:
+                results.append(chaos.interrupt(kind, number, rng))
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder for all runs")
+    parser.add_argument("--each", type=int, default=6, help="faults of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_intermixed_args()
+    args.out.mkdir(parents=True)
+    chaos = Chaos(args.config, args.out, args.overrides, start_processes)
+    results = run_chaos(chaos, args.kinds, args.each, args.seed)
+    print(summarize(results))
+    sys.exit(0 if all(one["fired"] and one["survived"] for one in results) else 1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    run_command(main)

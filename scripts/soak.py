@@ -1,0 +1,95 @@
+"""Train for a while at full speed and see whether memory, descriptors and threads grow (Linux):
+`python scripts/soak.py CONFIG [key=value ...] [--minutes 30] [--processes 2]`.
+
+The data of CONFIG are prepared; the run goes to a temporary folder. Prints JSON: for each process
+the slope of its anonymous memory after the first third of the time, in MB a minute, and what it
+had at the start and at the end of the rest. Exits with code 1 above 0.2 MB a minute.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST = 0.2  # MB a minute
+ENDLESS = ("train.max_steps=1000000000", "train.warmup_steps=100")
+
+
+def soak(config: str, overrides: list[str], minutes: float, processes: int) -> dict:
+    """Train for some minutes; returns the figures of each process."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    launcher = launcher if processes > 1 else []
+    with TemporaryDirectory() as folder:
+        words = [*launcher, "pretrain", config, *ENDLESS, *overrides, f"run_dir={folder}/run"]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+        command = [sys.executable, "-m", *words]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        record, samples = Path(folder, "run/metrics.jsonl"), {}
+        try:
+            while process.poll() is None and not (record.exists() and record.stat().st_size):
+                time.sleep(0.5)
+            start = time.monotonic()
+            while process.poll() is None and (now := time.monotonic() - start) < 60 * minutes:
+                for pid in children(process.pid) if launcher else [process.pid]:
+                    samples.setdefault(pid, []).append((now, *measure(pid)))
+                time.sleep(1)
+            if process.poll() is not None:
+                raise SystemExit(f"the run ended early, with exit code {process.returncode}")
+            last = json.loads(record.read_text().splitlines()[-1])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+    found = [summarize(np.array(rows)) for rows in samples.values()]
+    return {"minutes": minutes, "steps": last["step"], "processes": found}
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def measure(pid: int) -> tuple[float, int, int]:
+    """Measure a process: anonymous memory in MB, open descriptors, threads."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    memory = int(values["RssAnon"].split()[0]) / 1024
+    return memory, len(os.listdir(f"/proc/{pid}/fd")), int(values["Threads"])
+
+
+def summarize(rows: np.ndarray) -> dict:
+    """Summarize samples (seconds, MB, descriptors, threads) after the first third of the time.
+
+    The slope is the median of those between all pairs (Theil 1950, Sen 1968), which short peaks
+    do not move.
+    """
+    rest = rows[rows[:, 0] >= rows[-1, 0] / 3]
+    some = rest[:: max(1, len(rest) // 600)]
+    first, second = np.triu_indices(len(some), 1)
+    slopes = (some[second, 1] - some[first, 1]) / (some[second, 0] - some[first, 0])
+    names = ("memory_mb", "descriptors", "threads")
+    ends = {name: [rest[0, i], rest[-1, i]] for i, name in enumerate(names, 1)}
+    highest = {"highest_memory_mb": rest[:, 1].max()}
+    return {"mb_a_minute": round(60 * float(np.median(slopes)), 3)} | highest | ends
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_intermixed_args()
+    found = soak(args.config, args.overrides, args.minutes, args.processes)
+    print(json.dumps(found, indent=1))
+    sys.exit(0 if all(one["mb_a_minute"] < MOST for one in found["processes"]) else 1)
+
+
+if __name__ == "__main__":
+    main()

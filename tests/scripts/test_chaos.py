@@ -1,0 +1,46 @@
+"""What is interrupted in any way ends with the bits of what is not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, fork
+
+sys.path.append(str(ROOT / "scripts"))
+import chaos  # noqa: E402
+
+OVERRIDES = ["train.micro_batch_size=4", "train.eval_examples=16"]
+
+
+@pytest.fixture(scope="module")
+def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> chaos.Chaos:
+    def start(ranks: list[list[str]]) -> int:
+        return fork(*ranks).returncode
+
+    out = tmp_path_factory.mktemp("chaos")
+    return chaos.Chaos(str(prepared / "config.yaml"), out, OVERRIDES, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", chaos.KINDS)
+def test_six_faults_of_each_kind_come_and_are_survived(runs: chaos.Chaos, kind: str) -> None:
+    results = chaos.run_chaos(runs, [kind], 6, seed=0)
+    assert all(one["fired"] and one["survived"] for one in results), results
+    assert chaos.summarize(results).endswith(f"| {kind} | 6 | 6 | 6 |")
+
+
+def test_a_kill_is_survived_and_a_fault_that_never_comes_is_no_survivor(runs: chaos.Chaos) -> None:
+    (one,) = chaos.run_chaos(runs, ["kill"], 1, seed=1)
+    assert one["fired"] and one["survived"], one
+    plan = {"point": "pretrain.train:save_run", "number": 99, "fault": "os.abort()"}
+    assert runs.launch(runs.out / "never", "kill", 1, "first", **plan) == 0
+    assert not list((runs.out / "never/first").glob("fired-*"))
+    assert chaos.explain(runs.out / "never", runs.reference("kill", 1)) == ""
+
+
+def test_what_differs_is_named(runs: chaos.Chaos) -> None:
+    code = runs.launch(runs.out / "other", "kill", 1, "first", point="", number=0)
+    assert code == 0
+    path = next((runs.out / "other/run/checkpoints").glob("step-00000012"))
+    path.rename(runs.out / "away")
+    assert chaos.explain(runs.out / "other", runs.reference("kill", 1)) == "model"

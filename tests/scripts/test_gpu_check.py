@@ -1,0 +1,63 @@
+"""The check of a GPU machine runs on a CPU, needs nothing that prepares data, and says what is
+wrong."""
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, fork
+
+sys.path.append(str(ROOT / "scripts"))
+
+import gpu_check  # noqa: E402
+from gpu_check import Check, check_attention  # noqa: E402
+
+
+def run(tmp_path, *arguments: object, **env: str):
+    words = [str(ROOT / "scripts/gpu_check.py"), "--out", str(tmp_path / "found.json")]
+    done = fork([*words, "--device", "cpu", *map(str, arguments)], **env)
+    return done, json.loads((tmp_path / "found.json").read_text())
+
+
+@pytest.mark.slow
+def test_all_stages_pass_without_what_prepares_data(prepared, tmp_path) -> None:
+    for package in ("sentencex", "datasets"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not on a GPU machine')\n")
+    done, found = run(tmp_path, "--data", prepared / "data", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    seconds = [row["name"] for row in found if row["name"].endswith(": seconds")]
+    assert seconds == [f"{stage}: seconds" for stage in gpu_check.STAGES]
+    right = [row["name"] for row in found if row["verdict"] == "right"]
+    assert len(right) == 6 + 3 + 1 and len(found) > len(right)
+    assert done.stdout.count(" right") == len(right)
+
+
+def test_a_stage_that_fails_is_wrong_and_the_others_run(tmp_path) -> None:
+    (tmp_path / "data").mkdir()
+    done, found = run(tmp_path, "--data", tmp_path / "data", "--only", "base", "trainer")
+    assert done.returncode == 1 and "no vocabulary" in done.stderr
+    verdicts = {row["name"]: row["verdict"] for row in found}
+    assert verdicts["base"] == "WRONG" and verdicts["trainer: seconds"] == ""
+
+
+def test_attention_that_is_a_little_off_is_found(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_check, "DRAWS", 2)
+    monkeypatch.setattr(gpu_check, "attend", lambda *a: 1.05 * gpu_check.attend_padded(*a))
+    check = Check(torch.device("cpu"), tmp_path)
+    check_attention(check)
+    wrong = [row["name"] for row in check.rows if row["verdict"] == "WRONG"]
+    assert wrong and all(name.startswith(("attend, ", "dropout")) for name in wrong)
+    assert not check.is_gpu and check.is_wrong
+
+
+def test_full_sequences_have_the_masks_of_those_they_repeat(prepared) -> None:
+    task = gpu_check.make_task(prepared / "data", "tiny", 64, "cpu", is_full=True, count=1)
+    (batch,) = task.batches
+    (source,) = gpu_check.make_task(prepared / "data", "tiny", 64, "cpu", count=1).batches
+    assert set(batch.cu_seqlens.diff().tolist()) == {64}
+    assert len(batch.cu_seqlens) == len(source.cu_seqlens)
+    first = batch.masked_positions < len(source.input_ids)
+    assert torch.equal(batch.masked_positions[first], source.masked_positions)
+    assert torch.equal(batch.masked_labels[: first.sum()], source.masked_labels)
+    assert len(batch.masked_labels) > first.sum() and not first.all()
