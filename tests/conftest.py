@@ -1,6 +1,7 @@
 """A small real corpus, prepared once: the reference topics that every Python carries, as prose."""
 
 import gc
+import os
 import signal
 from pathlib import Path
 
@@ -29,6 +30,12 @@ train: {{max_steps: 12, global_batch_size: 16, micro_batch_size: 16, learning_ra
         warmup_steps: 2, log_every: 2, eval_every: 6, save_every: 4, eval_examples: 64,
         precision: fp32}}
 """
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide all cards but from `-m gpu`: the tests start several ranks, and compare with a CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:

@@ -66,8 +66,8 @@ def kind_of(command: str) -> str:
         or command.startswith("accelerate launch --cpu")
     ):
         return "placeholder"
-    if re.match(r"bash scripts/|python (scripts/benchmark|tests/google_rule)", command):
-        return "elsewhere"  # test_readme, test_benchmark, test_report
+    if re.match(r"bash scripts/|python (scripts/benchmark|tests/google_rule|-m pytest)", command):
+        return "elsewhere"  # test_readme, test_benchmark, test_report, on a GPU machine
     if re.match(r"source|pip|python3? -m venv|\.venv", command):
         return "install"
     return "run"
@@ -86,7 +86,8 @@ ENTRY_POINTS = {  # what a command of each kind can begin with
     "placeholder": r"python -m (data_pipeline|pretrain|pytest)|python (scripts|tests)/"
     r"|bash scripts/|accelerate launch |sbatch |dask worker ",
     "install": r"source \.venv/bin/activate$|pip (install -e|wheel) |python3 -m venv ",
-    "elsewhere": r"bash scripts/(quickstart|test)\.sh|python scripts/benchmark\.py ",
+    "elsewhere": r"bash scripts/(quickstart|test)\.sh|python scripts/benchmark\.py "
+    r"|python -m pytest -m gpu$",
 }
 
 

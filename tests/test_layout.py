@@ -11,21 +11,19 @@ from helpers import ROOT
 
 # Each module imports only modules before it; a new one has to find its place here.
 FLOORS = [
-    ("data_pipeline.common", "errors streams system signals folders pages"),
+    ("data_pipeline.common", "errors streams system signals reading arrays plug_ins folders pages"),
     ("data_pipeline", "config"),
-    ("data_pipeline.sampling", "token_store pairs masking batches baselines"),
+    ("data_pipeline.sampling", "token_store soundness pairs masking batches baselines"),
     ("data_pipeline.corpus", "python_docs files readers selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),
     ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),
     ("data_pipeline.report", "audit page __main__"),
     ("data_pipeline", "__main__"),
-    ("pretrain", "families config loss objectives"),
-    ("pretrain.models", "cpu attention layers bert"),
-    ("pretrain", "sharding agreement optim fingerprint"),
-    (
-        "pretrain",
-        "checkpoint metrics evaluate probes monitor describe tracking model_card export init_from",
-    ),
+    ("pretrain", "families config tracking loss objectives"),
+    ("pretrain.models", "cpu attention layers bert electra build"),
+    ("pretrain", "watch sharding agreement optim fingerprint"),
+    ("pretrain", "checkpoint metrics evaluate probes monitor describe model_card"),
+    ("pretrain", "export_folder read_export export init_from"),
     ("pretrain", "report word_vectors run_setup train assumed plan recipes __main__"),
 ]
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]

@@ -20,9 +20,9 @@ PROJECT_FILES = [
     for path in ROOT.rglob("*.*")
     if not {"data", "runs", ".venv", ".git"} & set(path.relative_to(ROOT).parts[:1])
 ]
-MADE_ELSEWHERE = {  # by tests of the report, of large stores, of a run that diverges, of scripts
-    *("report.html", "report.json", "run_edges.npy", "bad_batch.json"),
-    *("probes.json", "results.json", "vectors.npy"),
+MADE_ELSEWHERE = {  # by tests of the report, of large stores, of scripts
+    *("report.html", "report.json", "run_edges.npy"),
+    *("probes.json", "results.json", "vectors.npy", "gpu_check.json"),
     *("train.json", "dev.json", "train.jsonl", "dev.jsonl"),  # a user's own data
 }
 

@@ -1,0 +1,378 @@
+"""Files that others wrote, or that a disk has damaged, at every door where we read them: each ends
+in work that goes on or in one line, never in a traceback.
+
+`DOORS=5000 python -m pytest tests/test_doors.py` tries that many cases at each door.
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zstandard
+from helpers import ROOT
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.build.probes import read_pairs, write_probes
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import hash_file
+from data_pipeline.config import DataConfig, ProbesConfig, SourceConfig, VocabConfig, load_config
+from data_pipeline.corpus.readers import Rejects, list_source, read_documents
+from data_pipeline.sampling.soundness import check_data
+from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
+from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
+from pretrain.checkpoint import newest_checkpoint
+from pretrain.config import Config
+from pretrain.export import export_checkpoint, read_run_config, read_run_state
+from pretrain.fingerprint import read_fingerprint
+from pretrain.init_from import hash_weights, start_from
+from pretrain.models.bert import PretrainingModel
+from pretrain.objectives import objectives_of
+from pretrain.read_export import load_export
+from pretrain.report import RunRecord, render_runs
+from pretrain.run_setup import build_probes
+
+sys.path.insert(0, str(ROOT / "scripts"))
+CASES = int(os.environ.get("DOORS", 25))
+ODD = [  # values in the place of others
+    *(None, True, -1, 0, 1, 3.5, 10**12, 10**30, "", "a", "../../etc", "\x00", "x" * 300),
+    *([], [[]], {}, {"a": {}}, [None], float("nan"), float("inf")),
+]
+DEEP = b"[" * 100_000
+WHOLES = [b"", b"\0" * 64, b"null", b"[]", b"{}", b"3", b'"\\ud83d"', DEEP, b"\xff\xfe\x00", b"\n"]
+
+
+def damage(data: bytes, seed: int) -> bytes:
+    """Damage the bytes of a file in one of many ways; structured ones for JSON."""
+    draw = random.Random(seed)
+    kind = draw.randrange(8)
+    if kind == 0:
+        return draw.choice(WHOLES)
+    if kind < 4 and data[:1] in b"{[":
+        try:
+            return damage_json(data, draw)
+        except ValueError:  # lines of JSON, of which one is replaced
+            lines = data.split(b"\n")
+            at = draw.randrange(len(lines))
+            try:
+                lines[at] = damage_json(lines[at], draw)
+            except ValueError:
+                lines[at] = json.dumps(draw.choice(ODD)).encode()
+            return b"\n".join(lines)
+    at = draw.randrange(min(len(data), draw.choice([100, 1000, 10**9])) or 1)
+    if kind == 4:
+        return data[:at]
+    if kind == 5:
+        return data[:at] + draw.randbytes(draw.choice([1, 4, 100])) + data[at:]
+    if kind == 6:
+        return data[:at] + data[at + draw.choice([1, 4, 100]) :]
+    found = bytearray(data)
+    for _ in range(draw.choice([1, 1, 10])):
+        if found:
+            found[draw.randrange(len(found)) if draw.random() < 0.5 else at] ^= 1 << draw.randrange(
+                8
+            )
+    return bytes(found)
+
+
+def damage_json(data: bytes, draw: random.Random) -> bytes:
+    """Replace, remove or double a value somewhere in a JSON text."""
+    value = json.loads(data)
+    inner, places = [value], []
+    while inner:
+        one = inner.pop()
+        keys = list(one) if isinstance(one, dict) else range(min(len(one), 50))
+        places += [(one, key) for key in keys]
+        inner += [one[key] for key in keys if isinstance(one[key], dict | list)]
+    if not places:
+        return json.dumps(draw.choice(ODD)).encode()
+    one, key = draw.choice(places)
+    if draw.random() < 0.25:
+        del one[key]
+    else:
+        one[key] = draw.choice(ODD)
+    return json.dumps(value).encode()
+
+
+def knock(open_door: Callable[[], object]) -> None:
+    """Open a door; an error that the console would show in one line is right too."""
+    try:
+        with redirect_stdout(io.StringIO()):
+            open_door()
+    except UserError as error:
+        str(error).encode()  # it can be printed
+    except OSError as error:
+        assert error.errno, error
+
+
+def try_door(files: list[Path], open_door: Callable[[], object], mend: Callable = str) -> None:
+    """Open a door with each of many damaged files in the place of the sound ones.
+
+    mend: called with the damaged file before, to write hashes that fit it.
+    """
+    knock_hard = {path: path.read_bytes() for path in files}
+    open_door()  # with sound files
+
+    @settings(
+        max_examples=CASES,
+        deadline=None,
+        derandomize="DOORS" not in os.environ,  # the same cases each time, unless asked for more
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.integers(0, 10**9), st.sampled_from(files), st.booleans())
+    def try_case(seed: int, path: Path, is_mended: bool) -> None:
+        try:
+            path.write_bytes(damage(knock_hard[path], seed))
+            if is_mended:
+                mend(path)
+            knock(open_door)
+        finally:
+            for one, data in knock_hard.items():
+                one.write_bytes(data)
+
+    try_case()
+
+
+# ------------------------------------------------------------------------------------- the doors
+
+
+def test_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes((ROOT / "configs/bert_base.yaml").read_bytes())
+    try_door([path], lambda: load_config(Config, str(path)))
+
+
+def test_a_vocabulary(prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "vocab"
+    shutil.copytree(prepared / "data/vocab", folder)
+    vocab = VocabConfig(path=str(folder))
+
+    def read() -> None:
+        read_existing(vocab)
+        load_tokenizer(folder).encode("some text")
+        read_vocabulary(folder)
+
+    try_door([folder / name for name in TOKENIZER_FILES], read)
+
+
+@pytest.mark.parametrize("name", ["txt", "jsonl", "csv", "tsv", "parquet", "arrow"])
+@pytest.mark.parametrize("pack", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_a_corpus(prepared: Path, tmp_path: Path, name: str, pack: str) -> None:
+    if name in ("parquet", "arrow") and pack:
+        pytest.skip("these have a compression of their own")
+    texts = (prepared / "topics.txt").read_text().split("\n\n")[:8]
+    texts = [text[:500].replace("\t", " ").replace("\n", " ") for text in texts]
+    path = tmp_path / f"a.{name}{pack}"
+    if name in ("parquet", "arrow"):
+        import datasets
+
+        table = datasets.Dataset.from_dict({"text": texts})
+        if name == "parquet":
+            table.to_parquet(path)
+        else:
+            table.save_to_disk(tmp_path / "saved")
+            next((tmp_path / "saved").glob("*.arrow")).rename(path)
+    else:
+        rows = {
+            "txt": "\n\n".join(texts),
+            "jsonl": "\n".join(json.dumps({"text": text, "n": 3}) for text in texts),
+            "csv": "text,n\n" + "\n".join(f'"{text.replace(chr(34), "")}",3' for text in texts),
+            "tsv": "text\tn\n" + "\n".join(f"{text}\t3" for text in texts),
+        }
+        packers = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+        packers[".zst"] = zstandard.ZstdCompressor(write_checksum=True).compress
+        path.write_bytes(packers.get(pack, bytes)(rows[name].encode()))
+    source = SourceConfig(files=str(path))
+
+    def read() -> None:
+        for chunk in list_source(source):
+            assert all(isinstance(text, str) for text in read_documents(chunk, source, Rejects()))
+
+    try_door([path], read)
+
+
+def test_a_store(prepared: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    shutil.copytree(prepared / "data", data_dir)
+    manifest = data_dir / "store/manifest.json"
+
+    def read() -> None:
+        vocabulary = read_vocabulary(data_dir / "vocab")
+        TokenStore.open(data_dir / "store", "train", vocabulary)
+        check_data(data_dir)
+
+    def mend(path: Path) -> None:
+        found = json.loads(manifest.read_text())
+        if path.suffix == ".npy":
+            found[path.parent.name]["sha256"][path.name] = hash_file(path)
+        elif path.parent.name == "vocab":
+            found["vocab_files"][path.name] = hash_file(path)
+        manifest.write_text(json.dumps(found, indent=1))
+
+    files = [*(data_dir / "store").rglob("*.npy"), manifest, data_dir / "checked.json"]
+    files += [data_dir / "vocab" / name for name in TOKENIZER_FILES]
+    check_data(data_dir)
+    try_door(files, read, lambda path: path == manifest or knock(lambda: mend(path)))
+
+
+def test_a_run_folder(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    checkpoint = newest_checkpoint(run_dir / "checkpoints")
+
+    def read() -> None:
+        config = read_run_config(run_dir)
+        found = newest_checkpoint(run_dir / "checkpoints")
+        if found:
+            read_fingerprint(read_run_state(found))
+            export_checkpoint(found, config, tmp_path / "out")
+
+    def mend(path: Path) -> None:
+        if path.parent == checkpoint and path.name != "manifest.json":
+            manifest = json.loads((checkpoint / "manifest.json").read_text())
+            manifest[path.name] = hash_file(path)
+            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+    files = [run_dir / "config.yaml", *(run_dir / "vocab").iterdir()]
+    files += [path for path in checkpoint.iterdir() if path.name != "optimizer.safetensors"]
+    try_door(files, read, mend)
+
+
+def test_the_record_of_a_run(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    files = [run_dir / "metrics.jsonl", run_dir / "config.yaml", run_dir / "vocab/vocab.txt"]
+    files.append(newest_checkpoint(run_dir / "checkpoints") / "model.safetensors")
+    try_door(files, lambda: render_runs([RunRecord(run_dir)]))
+
+
+def test_an_export(straight: Path, tmp_path: Path) -> None:
+    from fill_mask import fill_mask
+
+    folder = tmp_path / "export"
+    shutil.copytree(straight / "export", folder)
+
+    def read() -> None:
+        fill_mask(load_export(folder), load_tokenizer(folder), "the [MASK] was")
+
+    files = [path for path in folder.iterdir() if path.suffix != ".md"]
+    try_door(files, read)
+
+
+def test_an_export_for_transformers(straight: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from embed import embed
+
+    folder = tmp_path / "export"
+    shutil.copytree(straight / "export", folder)
+    names = ("model.safetensors", "tokenizer.json", "vocab.txt", "config.json")
+    files = [folder / name for name in (*names, "tokenizer_config.json")]
+    try_door(files, lambda: embed(folder, ["one", "two words"], "mean"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "shards"])
+def test_a_folder_to_start_from(straight: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(straight / "export", folder)
+    model = load_export(folder)
+    weights = folder / "model.safetensors"
+    if name == "pytorch_model.bin":
+        torch.save(model.config.family.to_hf(model.state_dict()), folder / name)
+        weights.unlink()
+    elif name == "shards":
+        weights.rename(folder / "one.safetensors")
+        index = {"metadata": {}, "weight_map": {"bert.a": "one.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = tmp_path / "c.yaml"
+    config.write_text(f"init_from: {folder}\ncorpus: {{builtin: python-docs}}\n")
+    with open(config, "a") as file:
+        file.write("data: {max_seq_length: 64}\n")
+    pieces = read_vocabulary(folder).pieces
+
+    def read() -> None:
+        found = load_config(Config, str(config))
+        hash_weights(folder)
+        fresh = PretrainingModel(replace(model.config), len(pieces), objectives_of("nsp"))
+        with torch.no_grad():
+            start_from(folder, fresh, pieces)
+        read_existing(found.text_rules())
+
+    files = [p for p in folder.iterdir() if p.suffix != ".md" and p.name != "export.json"]
+    try_door(files, read)
+
+
+def test_probes(prepared: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    shutil.copytree(prepared / "data", data_dir)
+    pairs, table = tmp_path / "a.jsonl", tmp_path / "b.tsv"
+    row = {"sentence_good": "a cat sits", "sentence_bad": "a cat sit", "UID": "x", "field": "y"}
+    pairs.write_text("\n".join([json.dumps(row)] * 3))
+    table.write_text("good\tbad\na cat sits\ta cat sit\n")
+    names = [str(pairs), str(table)]
+    probes = ProbesConfig(minimal_pairs=names, sentences=["the [MASK] was"])
+    with redirect_stdout(io.StringIO()):
+        write_probes(data_dir, probes, read_pairs(names))
+    config = Config(data_dir=str(data_dir))
+    config.eval.probes = probes
+    store = TokenStore.open(data_dir / "store", "train", read_vocabulary(data_dir / "vocab"))
+
+    def read() -> None:
+        read_pairs(names)
+        build_probes(config, store)
+
+    try_door([pairs, table, data_dir / "probes.json"], read)
+
+
+@settings(max_examples=CASES, deadline=None)
+@given(
+    st.binary(max_size=200), st.sampled_from(["txt", "jsonl", "csv", "tsv", "txt.gz", "txt.zst"])
+)
+@example(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 8, "txt.gz")
+def test_any_bytes_as_a_corpus(tmp_path_factory, data: bytes, name: str) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any.{name}"
+    path.write_bytes(data)
+    source = SourceConfig(files=str(path))
+    knock(lambda: [*read_documents(list_source(source)[0], source, Rejects())])
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_ends_in_a_line(
+    prepared: Path, straight: Path, tmp_path: Path, what: str
+) -> None:
+    """A pipe waits for ever, and /dev/zero has no end."""
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    run_dir, data_dir, folder = tmp_path / "run", tmp_path / "data", tmp_path / "run/export"
+    doors = {
+        run_dir / "config.yaml": lambda: read_run_config(run_dir),
+        run_dir / "metrics.jsonl": lambda: RunRecord(run_dir),
+        data_dir / "vocab/vocab.txt": lambda: read_vocabulary(data_dir / "vocab"),
+        data_dir / "vocab/tokenizer.json": lambda: load_tokenizer(data_dir / "vocab"),
+        data_dir / "store/manifest.json": lambda: check_data(data_dir),
+        folder / "config.json": lambda: load_export(folder),
+        folder / "model.safetensors": lambda: load_export(folder),
+        tmp_path / "c.yaml": lambda: load_config(DataConfig, str(tmp_path / "c.yaml")),
+        tmp_path / "c.txt": lambda: list_source(SourceConfig(files=str(tmp_path / "c.txt"))),
+    }
+    for path, open_door in doors.items():
+        path.unlink(missing_ok=True)
+        if what == "pipe":
+            os.mkfifo(path)
+        elif what == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+        with pytest.raises((UserError, IsADirectoryError)):
+            open_door()
