@@ -27,7 +27,7 @@ from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from pretrain.config import Config, phases_of
-from pretrain.export import load_export
+from pretrain.read_export import load_export
 from pretrain.tracking import read_metrics
 
 SEARCHED = 4000  # documents to choose from, and four times as many pairs and held-out sentences

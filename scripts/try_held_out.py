@@ -13,9 +13,9 @@ from accelerate import Accelerator
 
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
-from pretrain.export import load_export
 from pretrain.models.bert import PretrainingModel
 from pretrain.probes import fill_masks, prefers_good, score_sentences
+from pretrain.read_export import load_export
 
 SHOWN, COMPARED = 5, 200  # sentences to fill, and to tell from their words in another order
 SHORTEST, LONGEST = 6, 20  # tokens of a sentence
