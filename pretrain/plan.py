@@ -35,6 +35,7 @@ from pretrain.run_setup import (
     build_sources,
     fingerprint_run,
     is_compiled,
+    matrix_dtype,
     open_token_store,
 )
 from pretrain.train import update, zero_gradients
@@ -87,7 +88,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         unusual += warnings(phase, epochs, tokens, counts)
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
-    optimizers = build_optimizers(model, train)
+    optimizers = build_optimizers(model, train, matrix_dtype(accelerator))
     most = phases[0].train.micro_batch_size
     if is_compiled(train, accelerator):
         model.compile_layers()
@@ -302,7 +303,7 @@ def check(config: Config) -> None:
     (store, (source, *_)), top = open_token_store(config, phases), phases[0].train.learning_rate
     fingerprint_run(config, store, accelerator)
     model = build_model(config, len(store.vocabulary)).to(accelerator.device).eval()  # no dropout
-    optimizers = build_optimizers(model, config.train)
+    optimizers = build_optimizers(model, config.train, matrix_dtype(accelerator))
     print(show_sequence(source.batch(0, 1), store.vocabulary, config.data.objective))
     batch = source.batch(0, SEQUENCES).to(accelerator.device)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

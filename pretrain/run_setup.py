@@ -150,7 +150,7 @@ def set_up(config: Config) -> Run:
     if compiled:
         bare.compile_layers()
     model = wrap_model(bare, accelerator)
-    optimizers = build_optimizers(bare, settings)
+    optimizers = build_optimizers(bare, settings, matrix_dtype(accelerator))
     if checkpoint:
         load_optimizers(checkpoint, bare, optimizers)
     if accelerator.is_main_process:
@@ -224,6 +224,11 @@ def join_restarted(timeout: timedelta) -> None:
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,
         )
+
+
+def matrix_dtype(accelerator: Accelerator) -> torch.dtype:
+    """Return the type that matrix products have under a run's precision."""
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
 
 
 def is_compiled(settings: TrainConfig, accelerator: Accelerator) -> bool:

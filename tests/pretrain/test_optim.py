@@ -251,6 +251,23 @@ def test_three_steps_of_muon_are_those_of_torch_to_the_bit() -> None:
         assert muon.state[p].keys() == peer.state[q].keys()
 
 
+def test_muon_in_float32_moves_every_matrix_as_in_bf16_but_for_rounding() -> None:
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model()
+        before = [p.detach().clone() for p in model.layers.parameters()]
+        muon, _ = build_optimizers(model, replace(TRAIN, optimizer="muon"), dtype)
+        fill_gradients(model, seed=0)
+        muon.step()
+        pairs = zip(model.layers.parameters(), before, strict=True)
+        moved.append([(p.detach() - q).double() for p, q in pairs if p.dim() == 2])
+    for exact, rounded in zip(*moved, strict=True):
+        assert not torch.equal(exact, rounded)
+        assert (exact - rounded).norm() < 0.05 * exact.norm()
+        singular = torch.linalg.svdvals(exact)
+        assert singular.max() < 2 * singular.min()  # none is left small, as they are in a gradient
+
+
 def test_a_step_of_muon_moves_every_matrix_by_about_one_learning_rate_an_entry() -> None:
     """`match_rms_adamw`: a root mean square of 0.2 learning rates, whatever the shape."""
     model = build_model()
