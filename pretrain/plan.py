@@ -29,15 +29,8 @@ from pretrain.metrics import PEAK_FLOPS
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.optim import build_optimizers
-from pretrain.run_setup import (
-    build_accelerator,
-    build_model,
-    build_sources,
-    fingerprint_run,
-    is_compiled,
-    matrix_dtype,
-    open_token_store,
-)
+from pretrain.processes import build_accelerator, is_compiled, matrix_dtype
+from pretrain.run_setup import build_model, build_sources, fingerprint_run, open_token_store
 from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # length of the trial; sequences to count FLOPs in

@@ -47,8 +47,9 @@ from pretrain.models.cpu import return_freed_memory
 from pretrain.monitor import SPIKE_STEPS, Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
+from pretrain.processes import share_from_main, stop_all
 from pretrain.report import refresh_report
-from pretrain.run_setup import Run, set_up, share_from_main, stop_all
+from pretrain.run_setup import Run, set_up
 from pretrain.sharding import clip_gradients, no_sync
 from pretrain.tracking import Tracker
 from pretrain.watch import end_watch, mark, name_lost_ranks

@@ -22,7 +22,10 @@ FLOORS = [
     ("pretrain", "families config tracking loss objectives"),
     ("pretrain.models", "cpu attention layers bert electra build"),
     ("pretrain", "watch sharding agreement optim fingerprint"),
-    ("pretrain", "checkpoint metrics evaluate probes monitor describe model_card"),
+    (
+        "pretrain",
+        "checkpoint metrics evaluate probes monitor describe model_card processes run_folder",
+    ),
     ("pretrain", "export_folder read_export export init_from"),
     ("pretrain", "report word_vectors run_setup train assumed plan recipes __main__"),
 ]

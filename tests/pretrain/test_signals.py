@@ -17,7 +17,7 @@ import pytest
 from helpers import CPU_2, ROOT, assert_same_run, command, fork, newest, run, train_here
 
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
-from pretrain.run_setup import lock_run
+from pretrain.run_folder import lock_run
 
 SEND = """
 import os, runpy

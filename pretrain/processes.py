@@ -1,0 +1,162 @@
+"""The processes of a run: their device, precision and group, and what they do together."""
+
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+)
+from torch.distributed import PrefixStore, TCPStore, init_process_group
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.signals import die_with_launcher
+from data_pipeline.sampling.batches import count_passes
+from pretrain.config import Config, Phase, TrainConfig
+from pretrain.models.cpu import configure_cpu, cpu_supports
+
+
+def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:
+    """Configure the device, the precision and the process group.
+
+    Raises `UserError` if fewer processes run than the launcher was asked for, or more than a batch
+    has sequences.
+    """
+    launched = "WORLD_SIZE" in os.environ
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and not launched:
+        raise UserError(
+            "accelerate launch was asked for several processes and started one, as it does with "
+            "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "
+            "CONFIG, or torchrun"
+        )
+    die_with_launcher()
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        configure_cpu()
+    precision = settings.precision
+    if precision == "auto":
+        if cuda:
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            fast = cpu_supports("avx512_bf16")
+        precision = "bf16" if fast else "fp32"
+    timeout = timedelta(seconds=settings.timeout_s)
+    join_restarted(timeout)
+    accelerator = Accelerator(
+        cpu=not cuda,
+        mixed_precision={"fp32": "no"}.get(precision, precision),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    world_size = accelerator.num_processes
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if asked != world_size:
+        raise UserError(f"the launcher was asked for {asked} processes, {world_size} run")
+    for phase in phases:
+        count_passes(phase.train.global_batch_size, phase.train.micro_batch_size, world_size)
+    return accelerator
+
+
+def join_restarted(timeout: timedelta) -> None:
+    """Join the process group of a run that its launcher has restarted, under keys of its own.
+
+    torch 2.13 reads those that the processes before have left in the launcher's store, and waits
+    for addresses that nobody has.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0":
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*address, is_master=False, timeout=timeout)
+        init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=PrefixStore(f"attempt-{attempt}", store),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timeout,
+        )
+
+
+def matrix_dtype(accelerator: Accelerator) -> torch.dtype:
+    """Return the type that matrix products have under a run's precision."""
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+
+
+def is_compiled(settings: TrainConfig, accelerator: Accelerator) -> bool:
+    """Tell whether a run compiles its layers, as `train.compile` says or by default on a GPU."""
+    on_gpu = accelerator.device.type == "cuda"
+    return on_gpu if settings.compile is None else settings.compile
+
+
+def stop_all(message: str, accelerator: Accelerator | PartialState) -> NoReturn:
+    """Exit with code 2 on all ranks (a collective call); the main process prints the message."""
+    if accelerator.is_main_process:
+        raise UserError(message)
+    time.sleep(1)  # a launcher kills all ranks when one exits, so the message must come first
+    sys.exit(2)
+
+
+def check_on_each_machine(function: Callable[[], object]) -> None:
+    """Call a function on one rank of each machine (a collective call); a `UserError` in any of them
+    stops all."""
+    state, message = PartialState(), None
+    if state.is_local_main_process:
+        try:
+            function()
+        except UserError as error:
+            message = str(error)
+    if messages := list(filter(None, gather_object([message]))):
+        stop_all(messages[0], state)
+
+
+def share_from_main(function: Callable[[], object], accelerator: Accelerator) -> object:
+    """Call a function on all ranks and return what it returns on the main process (a collective
+    call); a `UserError` that it raises there stops them all."""
+    shared = [None, None]
+    try:
+        shared[0] = function()
+    except UserError as error:
+        shared[1] = str(error)
+    broadcast_object_list(shared)
+    if shared[1] is not None:
+        stop_all(shared[1], accelerator)
+    return shared[0]
+
+
+def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerator) -> None:
+    """Stop all ranks if their settings or data differ, naming the first rank that differs.
+
+    Paths may differ between hosts: data are compared by the hashes in the fingerprint.
+    """
+    train = {f"train.{name}": value for name, value in asdict(config.train).items()}
+    device = accelerator.device.type
+    mine = train | fingerprint | {"device": device, "torch": torch.__version__}
+    ranks = gather_object([(socket.gethostname(), mine)])
+    first = ranks[0][1]
+    for rank, (host, other) in enumerate(ranks):
+        differences = [
+            f"{name} is {other.get(name)!r}, on rank 0 {first.get(name)!r}"
+            for name in sorted(first.keys() | other.keys())
+            if other.get(name) != first.get(name)
+        ]
+        if differences:
+            stop_all(
+                f"rank {rank} on {host} has a different config or data: {'; '.join(differences)}; "
+                "start all ranks with one config and the same data",
+                accelerator,
+            )
+    if len(ranks) > 1:
+        hosts = Counter(host for host, _ in ranks)
+        accelerator.print("ranks: " + ", ".join(f"{n} on {host}" for host, n in hosts.items()))

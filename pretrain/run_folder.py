@@ -1,0 +1,119 @@
+"""The folder of a run: whose it is, who works in it, and where the run goes on."""
+
+import fcntl
+import json
+import os
+import socket
+from itertools import count
+from pathlib import Path
+from typing import TextIO
+
+from accelerate import Accelerator
+
+from data_pipeline.common.folders import claim_folder, hash_file, install_files, write_file
+from data_pipeline.config import check
+from data_pipeline.sampling.token_store import TOKENIZER_FILES
+from pretrain.checkpoint import (
+    find_sound,
+    list_checkpoints,
+    list_others,
+    read_state,
+    resume_checkpoint,
+)
+from pretrain.config import TrainConfig
+from pretrain.fingerprint import check_fingerprint, read_fingerprint
+from pretrain.processes import share_from_main
+
+RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "checkpoints")
+RUN_FILES += ("export", "vocab", "ranks")
+
+
+def is_run(run_dir: Path) -> bool:
+    """Recognize the folder of a run that lacks the marker file, as earlier versions wrote it."""
+    record = (run_dir / "metrics.jsonl").exists()
+    known = (run_dir / "lock").exists() or (run_dir / "fingerprint.json").exists()
+    return record and known or any(run_dir.glob("checkpoints/step-*/manifest.json"))
+
+
+def lock_run(run_dir: Path, accelerator: Accelerator) -> TextIO:
+    """Create and lock the run folder, so that two jobs cannot overwrite each other's files.
+
+    Waits for a job that a signal is stopping. Returns the open lock file. Raises `UserError` if the
+    folder is in use, or holds the user's own files under names that a run writes.
+    """
+    if not accelerator.is_main_process:
+        return open(os.devnull, "w")
+    claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
+    lock = open(run_dir / "lock", "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder, *stopping = lock.read().splitlines() or ["another process"]
+        check(stopping, f"{run_dir} is in use by {holder}; stop it or choose another run_dir")
+        print(f"waiting for {holder}, which a signal is stopping", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+    return lock
+
+
+def load_resume_state(
+    run_dir: Path, fingerprint: dict, settings: TrainConfig, accelerator: Accelerator
+) -> tuple[Path | None, dict]:
+    """Find the checkpoint to resume from and read its state (a collective call).
+
+    Returns (checkpoint or None, state), the same on all ranks. Raises `UserError` if the run has a
+    different fingerprint, or checkpoints that are all damaged.
+    """
+    is_main = accelerator.is_main_process
+    checkpoint = share_from_main(
+        lambda: is_main and find_start(run_dir, fingerprint, settings.restart), accelerator
+    )
+    state = {"step": 0, "running_sums": [], "evaluation": {}, "part_sizes": []}
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        saved = read_fingerprint(state)
+        for line in check_fingerprint(saved, fingerprint, state["step"], run_dir, settings.extend):
+            accelerator.print(line)
+        was, now = state.get("micro_batch_size"), settings.micro_batch_size
+        if was not in (None, now):
+            accelerator.print(
+                f"train.micro_batch_size was {was}, is {now}: the same gradients, but for dropout, "
+                "which is drawn per pass"
+            )
+    state.pop("contract", None)
+    state |= {"fingerprint": fingerprint, "micro_batch_size": settings.micro_batch_size}
+    return checkpoint, state | {"restarted": settings.restart}
+
+
+def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
+    """Find the checkpoint that a run goes on from; None starts it at step 0.
+
+    restart: move the run to `before-N` in its folder, unless a restart of this fingerprint began
+    it, so that the same command goes on with what it began.
+    Raises `UserError` if there are checkpoints and all of them are damaged.
+    """
+    folder = run_dir / "checkpoints"
+    if restart and list_checkpoints(folder) + list_others(folder):
+        checkpoint, _ = find_sound(folder)
+        state = read_state(checkpoint) if checkpoint else {}
+        if not (state.get("restarted") and state["fingerprint"] == fingerprint):
+            before = next(path for i in count(1) if not (path := run_dir / f"before-{i}").exists())
+            before.mkdir()
+            for name in (*RUN_FILES, "wandb_id.txt"):
+                if (run_dir / name).exists():
+                    (run_dir / name).rename(before / name)
+            print(f"train.restart: the run so far is in {before}, and a new one starts at step 0")
+    return resume_checkpoint(folder)
+
+
+def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:
+    """Copy the vocabulary and the fingerprint into the run folder.
+
+    The folder can then be moved and exported without its `data_dir`.
+    """
+    install_files(vocab_dir, run_dir / "vocab", TOKENIZER_FILES)
+    hashes = {name: hash_file(run_dir / "vocab" / name) for name in TOKENIZER_FILES}
+    fingerprint = fingerprint | {"vocab_files": hashes}
+    write_file(run_dir / "fingerprint.json", json.dumps(fingerprint, indent=1).encode() + b"\n")
