@@ -315,6 +315,8 @@ def test_an_extended_vocabulary_spells_the_corpus_in_fewer_pieces(prepared: Path
     folder = write_vocabulary(tmp_path / "v")
     prepare_with(prepared, tmp_path / "old", path=str(folder))
     prepare_with(prepared, tmp_path / "new", path=str(folder), extend=500 - len(OLD))
+    with pytest.raises(UserError, match="vocab.size was 500, is 400"):
+        prepare_with(prepared, tmp_path / "new", path=str(folder), extend=400 - len(OLD))
     old, new = (read_vocabulary(tmp_path / name / "vocab") for name in ("old", "new"))
     assert len(new) == 512 and new.pieces[: len(old)] == old.pieces
     stores = [
