@@ -5,6 +5,7 @@ to `pretrain.config`, which adds them to the same dataclass.
 """
 
 import difflib
+import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.plug_ins import is_file
 from data_pipeline.common.reading import read_utf8
 
 MIN_VOCAB_SIZE = 16
@@ -24,6 +26,8 @@ RENAMED = {  # key of 0.1.0 -> key of today
     "sentences": "sentence_splitter",
     "held_out": "held_out_fraction",
 }
+PLUG_INS = "package.module:function, or FILE.py:function of a file beside the config"
+is_plug_in = re.compile(r"([^\W\d][\w.]*|(/.*/)?[^/:]+\.py):[^\W\d]\w*").fullmatch
 MOST_ITEMS = 20_000  # of a YAML file: the parser of 40,000 lists in each other overflows its stack
 PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
@@ -86,9 +90,10 @@ class SourceConfig:
     """ISO 639 code, for the sentence splitter."""
     word_segmenter: str | None = None
     """What is masked together: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a
-    function `package.module:name` that divides a str into a list of its words."""
+    function `package.module:function`, or `FILE.py:function` of a file beside the config, that
+    divides a str into a list of its words."""
     sentence_splitter: str | None = None
-    """Sentence splitter `str -> list[str]` by its path `package.module:function`; null:
+    """Sentence splitter `str -> list[str]`, a function given as for `word_segmenter`; null:
     sentencex."""
     weight: float = number(1.0, "(0, 1e6)")
     """Times that a training document is taken; 0.5: half of the documents, 2.5: all twice, half
@@ -103,15 +108,14 @@ class SourceConfig:
         check(self.builtin in (None, "python-docs"), f"{key}.builtin {self.builtin!r}: python-docs")
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         check_choice(f"{key}.on_bad_row", self.on_bad_row, ("stop", "skip"))
-        is_path = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*").fullmatch
+        words, sentences = self.word_segmenter, self.sentence_splitter
         check(
-            self.word_segmenter in (None, "segmenter") or is_path(self.word_segmenter) is not None,
-            f"{key}.word_segmenter is {self.word_segmenter!r}; it can be null, segmenter or "
-            "package.module:function",
+            words in (None, "segmenter") or is_plug_in(words) is not None,
+            f"{key}.word_segmenter is {words!r}; it can be null, segmenter, {PLUG_INS}",
         )
         check(
-            self.sentence_splitter is None or is_path(self.sentence_splitter) is not None,
-            f"{key}.sentence_splitter {self.sentence_splitter!r} is not package.module:function",
+            sentences is None or is_plug_in(sentences) is not None,
+            f"{key}.sentence_splitter is {sentences!r}; it can be null, {PLUG_INS}",
         )
         check_numbers(self, key)
         try:
@@ -148,10 +152,17 @@ class CorpusConfig(SourceConfig):
             for name in (source.word_segmenter, source.sentence_splitter):
                 module, colon, _ = (name or "").partition(":")
                 check(
-                    not colon or module in self.plug_ins,
+                    not colon or module in self.plug_ins or is_file(name),
                     f"{name} runs code of the module {module}; if you trust it, list it: "
                     f"corpus.plug_ins=[{module}]",
                 )
+
+    def place_plug_ins(self, folder: str) -> None:
+        """Make the paths of plug-ins that are files absolute; they lie in the config's folder."""
+        for source in self.each_source():
+            for key in ("word_segmenter", "sentence_splitter"):
+                if is_file(name := getattr(source, key) or ""):
+                    setattr(source, key, os.path.abspath(os.path.join(folder, name)))
 
     def each_source(self) -> list[SourceConfig]:
         """The sources in their order; a corpus of one is its own source."""
@@ -342,6 +353,7 @@ def load_config(
         config.validate()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    config.corpus.place_plug_ins(os.path.dirname(path))
     return config
 
 

@@ -24,6 +24,7 @@ MADE_ELSEWHERE = {  # by tests of the report, of large stores, of scripts
     *("report.html", "report.json", "run_edges.npy"),
     *("probes.json", "results.json", "vectors.npy", "gpu_check.json"),
     *("train.json", "dev.json", "train.jsonl", "dev.jsonl"),  # a user's own data
+    "rules.py",  # a user's own functions
 }
 
 

@@ -8,12 +8,15 @@ import hashlib
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 
+from data_pipeline.common.folders import hash_file
+from data_pipeline.common.plug_ins import is_file
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk
 
 SOURCE = ("text_field", "encoding", "errors", "language", "weight")
-SOURCE += ("word_segmenter", "sentence_splitter")
+PLUG_INS = ("word_segmenter", "sentence_splitter")
 DATASET = ("path", "name", "split", "data_files", "text_column")
 CORPUS = ("deduplicate", "held_out_fraction")
 VOCAB = (
@@ -45,9 +48,18 @@ def store_settings(
     for i, source in enumerate(corpus.each_source()):
         own = [[p.layout, p.start, p.end, p.version or p.path] for p in chunks if p.source == i]
         values = {name: getattr(source, name) for name in SOURCE} | {PIECES: hash_json(own)}
+        values |= {name: identify(getattr(source, name)) for name in PLUG_INS}
         values["dataset"] = named(source.dataset, DATASET)
         settings |= {f"corpus.sources[{i}].{name}": value for name, value in values.items()}
     return settings
+
+
+def identify(plug_in: str | None) -> str | None:
+    """Name a plug-in of a file by its content; the name of any other is all that is known of it."""
+    if not is_file(plug_in or ""):
+        return plug_in
+    path, _, function = plug_in.rpartition(":")
+    return f"{function} of a file with sha256 {hash_file(Path(path))}"
 
 
 def named(section: DatasetConfig | None, names: tuple[str, ...]) -> dict | None:

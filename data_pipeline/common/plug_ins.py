@@ -1,16 +1,18 @@
 """Load a function of the user's own, which a config names, and call it with proof in hand.
 
-It runs code, so a config has to list its module in `corpus.plug_ins`, and it is called with one
-sentence before any work begins.
+It runs code, so a config has to list its module in `corpus.plug_ins`, or give it in a file beside
+itself, and it is called with one sentence before any work begins.
 """
 
 import os
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.reading import clip
+from data_pipeline.common.reading import clip, read_file
 
 PROOF = "A first sentence. 第二句话。"
 
@@ -18,14 +20,14 @@ PROOF = "A first sentence. 第二句话。"
 def load_plug_in(
     key: str, name: str, find_fault: Callable[[str, Any], str | None]
 ) -> Callable[[str], list[str]]:
-    """Load the function `package.module:function` that a config key names.
+    """Load the function `package.module:function` or `path.py:function` that a config key names.
 
     find_fault: tells from a text and what was made of it what is wrong, or None.
     The function that is returned raises `UserError` where the plug-in fails or has a fault.
     """
-    module, _, attribute = name.partition(":")
+    place, _, attribute = name.rpartition(":")
     try:
-        function = getattr(import_module(module), attribute)
+        function = getattr(run_file(place) if is_file(name) else import_module(place), attribute)
     except (Exception, SystemExit) as error:
         raise UserError(
             f"{key} {name} cannot be imported from {os.getcwd()}: {type(error).__name__}: {error}"
@@ -46,3 +48,16 @@ def load_plug_in(
 
     call(PROOF)
     return call
+
+
+def is_file(name: str) -> bool:
+    """Tell whether a plug-in is `path.py:function`, and not of a module."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def run_file(path: str) -> ModuleType:
+    """Run a Python file as a module, from its text: bytecode kept beside it may be of another."""
+    module = ModuleType(Path(path).stem)
+    module.__file__ = path
+    exec(compile(read_file(Path(path)), path, "exec"), vars(module))
+    return module

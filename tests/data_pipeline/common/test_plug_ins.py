@@ -1,16 +1,19 @@
-"""Functions of the user's own: only from modules that the config lists, and one line where they
-fail."""
+"""Functions of the user's own: only from modules that the config lists or files beside it, and one
+line where they fail."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import fork
+from helpers import TWO_STEPS, command, fork
 
 from data_pipeline.build.sentences import sentence_splitter
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
 from data_pipeline.vocabulary.words import load_segmenter
+from pretrain.config import Config
 
 MODULES = {
     "raises": "def cut(text): raise KeyError('x')",
@@ -34,6 +37,9 @@ def test_a_plug_in_that_fails_is_one_line(tmp_path: Path, monkeypatch, name: str
     with pytest.raises(UserError, match=f"plug_in_{name}:cut"):
         load(f"plug_in_{name}:cut")("Some text.")
     sys.modules.pop(f"plug_in_{name}", None)
+    path = tmp_path / f"plug_in_{name}.py"
+    with pytest.raises(UserError, match=f"{path}:cut"):
+        load(f"{path}:cut")("Some text.")
 
 
 @pytest.mark.parametrize("key", ["sentence_splitter", "word_segmenter"])
@@ -51,3 +57,43 @@ def test_no_module_runs_that_the_config_does_not_list(
     assert done.returncode == 2 and not (tmp_path / "ran").exists()
     assert "os:system runs code of the module os; if you trust it, list it" in done.stderr
     load_config(DataConfig, str(tmp_path / "c.yaml"), ["corpus.plug_ins=[os]"])
+
+
+RULES = "def split(text): return text.split({mark!r})\n"
+
+
+def test_a_file_beside_the_config_is_a_plug_in_and_its_content_counts(
+    prepared: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    text = (prepared / "config.yaml").read_text().replace(str(prepared), str(tmp_path))
+    text = text.replace(f"{tmp_path}/topics.txt", f"{prepared}/topics.txt")
+    text = text.replace("corpus: {", "corpus: {sentence_splitter: 'rules.py:split', ")
+    (home / "config.yaml").write_text(text)
+    (home / "rules.py").write_text(RULES.format(mark=", "))
+    prepare = ["-m", "data_pipeline", "home/config.yaml", "--workers", "2"]
+    done = fork(prepare, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())
+    assert str(tmp_path) not in json.dumps(manifest["settings"])
+    usual = json.loads((prepared / "data/store/manifest.json").read_text())
+    assert manifest["train"]["sentences"] > 1.2 * usual["train"]["sentences"]
+    shutil.move(home, tmp_path / "moved")
+    moved = [word.replace("home", "moved") for word in prepare]
+    assert "is there already" in fork(moved, folder=tmp_path).stdout
+    (tmp_path / "moved/rules.py").write_text(RULES.format(mark=". "))  # of the same size
+    done = fork(moved, folder=tmp_path)
+    assert done.returncode == 2 and "sentence_splitter was 'split of a file with" in done.stderr
+    (tmp_path / "moved/rules.py").unlink()  # training needs none
+    done = fork(command(tmp_path / "moved", tmp_path / "run", *TWO_STEPS))
+    assert done.returncode == 0, done.stderr
+    load_config(Config, str(tmp_path / "run/config.yaml"))
+
+
+def test_a_file_that_changes_is_run_as_it_is(tmp_path: Path) -> None:
+    """Python would run the bytecode of a file that has its size and its second."""
+    for mark, wanted in ((",", ["a", "b;c"]), (";", ["a,b", "c"])):
+        (tmp_path / "rules.py").write_text(RULES.format(mark=mark))
+        assert sentence_splitter("en", f"{tmp_path}/rules.py:split")("a,b;c") == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["rules.py"]

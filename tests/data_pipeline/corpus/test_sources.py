@@ -333,7 +333,7 @@ def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
         ("{sources: {files: b}}", r"c\.yaml: corpus\.sources is not a list of sources"),
         (
             "{files: a, sentence_splitter: nltk}",
-            "corpus.sentence_splitter 'nltk' is not package.module:function",
+            "corpus.sentence_splitter is 'nltk'; it can be null, package.module:function",
         ),
     ],
 )

@@ -398,9 +398,9 @@ def test_without_rjieba_one_line_says_what_to_install(monkeypatch):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["jieba", "a.b", ":f", "a:", "a b:c"])
+@pytest.mark.parametrize("name", ["jieba", "a.b", ":f", "a:", "a b:c", "a/b.py:c", "../a.py:c"])
 def test_a_name_that_cannot_be_one_is_refused_with_the_config(name: str):
-    with pytest.raises(UserError, match="it can be null, segmenter or package.module:function"):
+    with pytest.raises(UserError, match="it can be null, segmenter, package.module:function, or"):
         CorpusConfig(files="a.txt", word_segmenter=name).validate()
     name = "my_package.words:cut"
     CorpusConfig(files="a.txt", word_segmenter=name, plug_ins=["my_package.words"]).validate()
