@@ -44,7 +44,7 @@ from pretrain.export_folder import (
     read_marker,
 )
 from pretrain.families import hf_config
-from pretrain.model_card import generator_card, model_card, project_version
+from pretrain.model_card import generator_card, list_hashes, model_card, project_version
 from pretrain.models.bert import (
     PretrainingModel,
     resize_positions,
@@ -56,6 +56,7 @@ from pretrain.read_export import (
     read_model,
 )
 
+WEIGHTS = ("model.safetensors", PYTORCH_BIN)
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -110,8 +111,11 @@ def export(
         settings = hf_config(asdict(model.config), model.vocab_size, model.hf_class, dtype)
         write_json(folder / "config.json", settings | dropouts)
         passed = check_export(model, folder)
-        (folder / "README.md").write_text(f"{card}\nChecked at export: {passed}.\n")
         hashes = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
+        of_weights = {name: hashes[name] for name in WEIGHTS if name in hashes}
+        card = f"{card}\n{list_hashes(of_weights)}\nChecked at export: {passed}.\n"
+        (folder / "README.md").write_text(card)
+        hashes["README.md"] = hash_file(folder / "README.md")
         marker = {"schema": SCHEMA, "made_by": project_version(), **origin, "files": hashes}
         write_json(folder / MARKER, marker)
         check_export_folder(out_dir, overwrite, pytorch_bin)  # it may have changed meanwhile

@@ -136,6 +136,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def check_hashes(export: Path) -> list[str]:
+    """What `sha256sum` says of each file whose hash stands in the card of an export."""
+    words, env = ["sha256sum", "-c", "README.md"], os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(words, cwd=export, env=env, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()
+
+
 def write_tasks(folder: Path, train: int = 160, dev: int = 40) -> None:
     """Write a small data set for each task of fine-tuning: a word decides what is wanted."""
     rng = random.Random(0)

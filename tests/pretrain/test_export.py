@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import yaml
-from helpers import ROOT, contents, fork, train_here
+from helpers import ROOT, check_hashes, contents, fork, train_here
 from huggingface_hub import RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
@@ -180,6 +180,16 @@ def test_the_folder_holds_the_weights_the_config_the_tokenizer_and_a_card(
     assert config["intermediate_size"] == 128 and config["layer_norm_eps"] == 1e-12
     card = (exported / "README.md").read_text()
     assert card.startswith("# A card\n") and "Checked at export: transformers loads" in card
+
+
+def test_a_download_is_checked_by_the_hashes_in_the_card(prepared, model, tmp_path: Path) -> None:
+    write(model, prepared, tmp_path / "out", pytorch_bin=True)
+    said = check_hashes(tmp_path / "out")
+    assert said == ["model.safetensors: OK", "pytorch_model.bin: OK"]
+    with open(tmp_path / "out/model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    assert check_hashes(tmp_path / "out")[0] == "model.safetensors: FAILED"
 
 
 def test_the_weights_have_the_names_of_transformers_and_the_decoder_is_not_among_them(

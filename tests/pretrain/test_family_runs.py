@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import NO_DROPOUT, ROOT, assert_same_run, metrics, newest, run, train_here
+from helpers import (
+    NO_DROPOUT,
+    ROOT,
+    assert_same_run,
+    check_hashes,
+    metrics,
+    newest,
+    run,
+    train_here,
+)
 from tokenizers import Tokenizer
 
 sys.path.append(str(ROOT / "scripts"))
@@ -114,6 +123,7 @@ def test_the_export_serves_whatever_reads_one(trained: Path, tmp_path: Path) -> 
     exports = [export, *export.glob("generator")]
     for folder in exports:
         assert "transformers loads every key" in (folder / "README.md").read_text()
+        assert check_hashes(folder) == ["model.safetensors: OK"]
     tokenizer = Tokenizer.from_file(str(export / "tokenizer.json"))
     (found,) = fill_mask(load_export(export), tokenizer, "The name of the [MASK] is a string.")
     assert len(found) == 5 and 0 < sum(p for _, p in found) <= 1
