@@ -3,6 +3,7 @@ screen."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,21 @@ FLOORS = [
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
 PACKAGES = ("data_pipeline", "pretrain")
+# What loads pickles, evaluates text or starts programs; numpy loads pickles only if it is told to.
+runs_code = re.compile(
+    r"(pickle|marshal|shelve|dill|cloudpickle|joblib|runpy|code|pty|subprocess)\.\w+"
+    r"|os\.(system|popen|startfile|exec\w+|spawn\w+|posix_spawn\w*)|torch\.load|yaml\.\w*load\w*"
+    r"|eval|exec|compile|__import__|import_module|importlib\.import_module|.*\.exec_module"
+).fullmatch
+RUN_CODE = {
+    "data_pipeline.__init__": {"importlib.import_module"},  # of this project, by its own table
+    "pretrain.__init__": {"importlib.import_module"},
+    # a plug-in, which the config names and lists, or which lies beside it
+    "data_pipeline.common.plug_ins": {"importlib.import_module", "exec", "compile"},
+    "pretrain.tracking": {"subprocess.Popen"},  # itself, without a shell
+    "pretrain.init_from": {"torch.load"},  # tensors alone: `weights_only`
+    "pretrain.export": {"torch.load"},
+}
 NOT_IN_TRAINING = ("tokenizers", "datasets", "sentencex", "transformers", "wandb")
 
 
@@ -120,6 +136,35 @@ def test_training_needs_only_the_room_of_sampling_and_the_common_one() -> None:
     assert {n for n in needed if n.count(".") == 1 and n.startswith("data")} == {
         "data_pipeline.config"
     }
+
+
+@pytest.mark.parametrize("name", MODULES | read_modules("scripts"))
+def test_nothing_loads_pickles_evaluates_text_or_starts_programs_but_what_is_listed(name) -> None:
+    """Scripts may start the project's own commands, without a shell."""
+    tree = MODULES.get(name) or read_modules("scripts")[name]
+    homes = {  # what a name that is imported stands for
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        if isinstance(node, ast.ImportFrom)
+        else alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = set()
+    for call in calls:
+        first, *others = ast.unparse(call.func).split(".")
+        called = ".".join([homes.get(first, first), *others])
+        options = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        for option in ("shell", "allow_pickle", "trust_remote_code"):
+            assert options.get(option, "False") == "False", ast.unparse(call)
+        if called == "torch.load":
+            assert options["weights_only"] == "True", ast.unparse(call)
+        if runs_code(called):
+            found.add(called)
+    if name.startswith("scripts."):
+        found = {called for called in found if not called.startswith("subprocess.")}
+    assert found == RUN_CODE.get(name, set())
 
 
 def test_nothing_but_the_report_imports_the_report() -> None:
