@@ -211,6 +211,22 @@ def test_two_steps_of_training_and_the_export_run_with_nothing_else_installed(
     assert "eval/mlm_loss" in (tmp_path / "run/metrics.jsonl").read_text()
 
 
+# ------------------------------------------------------------------------------- what is installed
+
+
+def test_every_version_that_is_pinned_has_its_hashes() -> None:
+    """But torch, of which each kind of machine has another build."""
+    pins = {line.lower().replace("_", "-") for line in read_lines("constraints.txt")}
+    hashed = "".join(f"{line}\n" for line in read_lines("hashes.txt") if line[0] != "#")
+    entries = re.findall(r"^(\S+==\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n", hashed, re.M)
+    assert "".join(name + hashes + "\n" for name, hashes in entries) == hashed
+    assert {name for name, _ in entries} == {pin for pin in pins if not pin.startswith("torch==")}
+
+
+def read_lines(name: str) -> list[str]:
+    return (ROOT / name).read_text().splitlines()
+
+
 # -------------------------------------------------------------------------------- for a reader
 
 
