@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.build.identity import hash_json
-from data_pipeline.common.arrays import save_array, write_array
+from data_pipeline.common.arrays import pack_bits, save_array, write_array
 from data_pipeline.common.errors import UserError, red
 from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.common.system import progress_bar
@@ -93,7 +93,7 @@ def check_unfinished(store_dir: Path) -> None:
 def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
     """Write the arrays of all shards, end to end, to folder `out`; their entry in the manifest.
 
-    parts: folder of each shard, and its `describe_shard` entry. bar: counts the tokens written.
+    parts: folder of each shard, and its sizes. bar: counts the tokens written.
     """
     out.mkdir()
     totals = {n: sum(e[n] for _, e in parts) for n in ("tokens", "sentences", "documents")}
@@ -107,9 +107,8 @@ def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
         else:
             write_array(out / f"{name}.npy", np.dtype(np.int64), size, shift_offsets(arrays))
     if folders and (folders[0] / "word_starts.npy").exists():
-        bits = join_bits((load_array(f / "word_starts.npy"), e["tokens"]) for f, e in parts)
-        size = (totals["tokens"] + 7) // 8
-        write_array(out / "word_starts.npy", np.dtype(np.uint8), size, bits)
+        bits = unpack_bits((load_array(f / "word_starts.npy"), e["tokens"]) for f, e in parts)
+        write_array(out / "word_starts.npy", np.uint8, (totals["tokens"] + 7) // 8, pack_bits(bits))
     if (n_parts := count_parts(totals["tokens"])) > 1:
         sentences, documents = (load_array(out / f"{name}.npy") for name in ARRAYS[1:])
         save_array(out / "run_edges.npy", find_run_edges(sentences, documents, n_parts))
@@ -132,21 +131,16 @@ def shift_offsets(arrays: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         end += int(array[-1])
 
 
-def join_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
-    """Yield the packed bits of several shards end to end, without gaps between them, in blocks.
+def unpack_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
+    """Yield the packed bits of several shards as bytes of 0 or 1, in blocks.
 
     parts: (uint8 array, number of bits) of each shard.
     """
-    rest = np.zeros(0, np.uint8)
     for packed, n in parts:
         for start in range(0, len(packed), BLOCK_BYTES):
             block = packed[start : start + BLOCK_BYTES]
-            bits = np.unpackbits(block, bitorder="little", count=min(8 * len(block), n - 8 * start))
-            bits = np.concatenate([rest, bits])
-            whole = len(bits) // 8 * 8
-            yield np.packbits(bits[:whole], bitorder="little")
-            rest = bits[whole:]
-    yield np.packbits(rest, bitorder="little")
+            count = min(8 * len(block), n - 8 * start)
+            yield np.unpackbits(block, bitorder="little", count=count)
 
 
 # ---------------------------------------------------------------------------------- manifest

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
-from data_pipeline.common.arrays import append_array, save_array, write_array
-from data_pipeline.common.folders import atomic_folder, hash_file
+from data_pipeline.common.arrays import append_array, pack_bits, save_array, write_array
+from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk, Rejects, text_hash
 from data_pipeline.corpus.selection import Selection, read_selected
@@ -162,7 +162,7 @@ def merge_counts(scans: list[Path], split: str) -> WordCounts:
 def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> None:
     """Encode a scanned file chunk: write its token arrays for both splits to folder `out`.
 
-    Also writes `entries.json`, the `describe_shard` entry of each split that is not empty.
+    Also writes `entries.json`, the sizes of each split that is not empty.
     """
     pieces = read_vocabulary(vocab_dir).pieces
     tokenize = build_tokenizer(pieces, vocab).model.tokenize
@@ -175,31 +175,23 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
     lengths = np.diff(ends, prepend=np.int32(0))
     starts = ends - lengths
     with atomic_folder(out, shared=True) as folder:
-        for split in SPLITS:
-            encode_split(scan / split, folder / split, table, starts, lengths)
-        entries = {s: describe_shard(folder / s) for s in SPLITS if (folder / s).exists()}
+        entries = {
+            split: encode_split(scan / split, folder / split, table, starts, lengths)
+            for split in SPLITS
+            if (scan / split / "documents.i4").stat().st_size
+        }
         (folder / "entries.json").write_text(json.dumps(entries))
 
 
-def describe_shard(folder: Path) -> dict:
-    """Describe a shard for the manifest: the sizes and hashes of its arrays."""
-    tokens, sentences, documents = (
-        len(np.load(folder / f"{name}.npy", mmap_mode="r"))
-        for name in ("tokens", "sentence_offsets", "document_offsets")
-    )
-    return {
-        "tokens": tokens,
-        "sentences": sentences - 1,
-        "documents": documents - 1,
-        "sha256": {path.name: hash_file(path) for path in sorted(folder.iterdir())},
-    }
+def encode_split(
+    scan: Path, out: Path, table: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> dict[str, int]:
+    """Encode one split of a scan, and return its numbers of tokens, sentences and documents.
 
-
-def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.ndarray) -> None:
-    sizes = np.fromfile(scan / "documents.i4", "<i4")
-    if not len(sizes):
-        return
+    table: token ids of all words, end to end. starts, lengths: of each word's ids in it.
+    """
     out.mkdir()
+    sizes = np.fromfile(scan / "documents.i4", "<i4")
     words = np.memmap(scan / "words.u4", "<u4", "r")
     sentences = np.fromfile(scan / "sentences.i4", "<i4")
     edges = np.zeros(len(sentences) + 1, np.int64)  # sentence boundaries in words
@@ -226,6 +218,7 @@ def encode_split(scan: Path, out: Path, table, starts: np.ndarray, lengths: np.n
         write_word_starts(out / "word_starts.npy", n_tokens, words, units, lengths)
     save_array(out / "sentence_offsets.npy", offsets)
     save_array(out / "document_offsets.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
+    return {"tokens": n_tokens, "sentences": len(sentences), "documents": len(sizes)}
 
 
 def write_word_starts(
@@ -237,20 +230,15 @@ def write_word_starts(
     lengths: tokens of each word number.
     """
 
-    def pack_batches() -> Iterator[np.ndarray]:
-        rest = np.zeros(0, bool)  # does not fill a byte yet
+    def mark_starts() -> Iterator[np.ndarray]:
         for i in range(0, len(words), BATCH_WORDS):
             n = lengths[words[i : i + BATCH_WORDS]]
-            ends = len(rest) + np.cumsum(n)
+            ends = np.cumsum(n)
             is_start = np.zeros(ends[-1], bool)
-            is_start[: len(rest)] = rest
             is_start[(ends - n)[units[i : i + BATCH_WORDS]]] = True
-            whole = len(is_start) // 8 * 8
-            yield np.packbits(is_start[:whole], bitorder="little")
-            rest = is_start[whole:]
-        yield np.packbits(rest, bitorder="little")
+            yield is_start
 
-    write_array(path, np.uint8, (n_tokens + 7) // 8, pack_batches())
+    write_array(path, np.uint8, (n_tokens + 7) // 8, pack_bits(mark_starts()))
 
 
 def dtype_of(vocab_size: int) -> type:

@@ -4,7 +4,7 @@ Not by `ndarray.tofile` or `np.save`, whose error on a short write has no number
 memory map, where a full disk ends the process by SIGBUS.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,3 +34,17 @@ def append_array(path: Path, array: np.ndarray) -> None:
     """Append the bytes of an array to a file."""
     with open(path, "ab") as file:
         file.write(np.ascontiguousarray(array).data)
+
+
+def pack_bits(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Pack blocks of bools, or of bytes that are 0 or 1, without gaps between the blocks.
+
+    Yields uint8 arrays, eight bits to a byte, the lowest bit first.
+    """
+    rest = np.zeros(0, bool)  # does not fill a byte yet
+    for block in blocks:
+        bits = np.concatenate([rest, block])
+        whole = len(bits) // 8 * 8
+        yield np.packbits(bits[:whole], bitorder="little")
+        rest = bits[whole:]
+    yield np.packbits(rest, bitorder="little")

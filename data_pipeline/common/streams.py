@@ -11,7 +11,6 @@ from functools import lru_cache
 import numpy as np
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-LOW32 = np.uint64(0xFFFFFFFF)
 
 
 class Stream(IntEnum):

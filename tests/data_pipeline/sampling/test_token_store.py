@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_pairs import make_store
 
-from data_pipeline.build.assemble import join_bits
+from data_pipeline.build.assemble import unpack_bits
 from data_pipeline.build.identity import list_differences, settings_key, store_settings
 from data_pipeline.build.prepare import prepare
-from data_pipeline.common.arrays import write_array
+from data_pipeline.common.arrays import pack_bits, write_array
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import MARKER
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
@@ -131,7 +131,7 @@ def test_bits_of_shards_lie_end_to_end(sizes: list[int], seed: int) -> None:
     draw = np.random.default_rng(seed)
     flags = [draw.random(n) < 0.5 for n in sizes]
     parts = [(np.packbits(f, bitorder="little"), len(f)) for f in flags]
-    joined = np.concatenate(list(join_bits(parts)))
+    joined = np.concatenate(list(pack_bits(unpack_bits(parts))))
     assert len(joined) == (sum(sizes) + 7) // 8
     found = np.unpackbits(joined, bitorder="little", count=sum(sizes)).astype(bool)
     assert found.tolist() == [bit for f in flags for bit in f.tolist()]
