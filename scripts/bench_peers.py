@@ -1,5 +1,6 @@
-"""The peers of `benchmark.py`, as commonly set up, and a reimplementation of google-research/bert's
-`create_pretraining_data.py` from a description of its rules.
+"""The peers of `benchmark.py`, as commonly set up, and google-research/bert's
+`create_pretraining_data.py`, from a description of its rules: text to pieces here, pairs and masks
+by `tests/google_rule.py`.
 
 `python scripts/bench_peers.py SIZE MIN_FREQUENCY LOWERCASE FILE` trains a vocabulary with
 `tokenizers`.
@@ -9,11 +10,10 @@ import random
 import sys
 import unicodedata
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-
-Document = list[list[str]]  # sentences of pieces
 
 
 def train_tokenizers_wordpiece(path: str, size: int, min_frequency: int, lowercase: bool) -> None:
@@ -124,99 +124,35 @@ def original_examples(
     documents: list[list[str]], vocabulary: dict[str, int], length: int, rng: random.Random
 ) -> Iterator[dict[str, list[int]]]:
     """Yield the examples of one pass over documents: pairs, static whole-word masks, padding."""
-    tokenized = []
+    # imported here, because the memory of the trainer above is measured
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from google_rule import google_pairs, mask
+
+    ids: list[int] = []
+    spans = []  # the tokens of each sentence, by document
     for document in documents:
-        sentences = [
-            [p for word in basic_words(sentence) for p in greedy_pieces(word, vocabulary)]
-            for sentence in document
-        ]
-        tokenized.append([sentence for sentence in sentences if sentence])
-    tokenized = [document for document in tokenized if document]
-    rng.shuffle(tokenized)
-    pieces = list(vocabulary)
-    for number in range(len(tokenized)):
-        for a, b, is_random in original_pairs(tokenized, number, length - 3, rng):
-            tokens = ["[CLS]", *a, "[SEP]", *b, "[SEP]"]
-            types = [0] * (len(a) + 2) + [1] * (len(b) + 1)
-            masked, labels = original_masks(tokens, pieces, rng)
-            rest = [0] * (length - len(tokens))
-            yield {
-                "input_ids": [vocabulary[token] for token in tokens] + rest,
-                "token_type_ids": types + rest,
-                "attention_mask": [1] * len(tokens) + rest,
-                "masked_positions": masked,
-                "masked_labels": [vocabulary[label] for label in labels],
-                "next_sentence_label": [int(is_random)],
-            }
-
-
-def original_pairs(
-    documents: list[Document], number: int, room: int, rng: random.Random
-) -> Iterator[tuple[list[str], list[str], bool]]:
-    """Yield (A, B, is B random) of a document; sentences that a random B replaced are reused."""
-    document = documents[number]
-    target = rng.randint(2, room) if rng.random() < 0.1 else room
-    chunk: Document = []
-    size = i = 0
-    while i < len(document):
-        chunk.append(document[i])
-        size += len(document[i])
-        if i == len(document) - 1 or size >= target:
-            a_end = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
-            a = [token for sentence in chunk[:a_end] for token in sentence]
-            b: list[str] = []
-            is_random = len(chunk) == 1 or rng.random() < 0.5
-            if is_random:
-                for _ in range(10):
-                    other = rng.randrange(len(documents))
-                    if other != number:
-                        break
-                start = rng.randrange(len(documents[other]))
-                for sentence in documents[other][start:]:
-                    b += sentence
-                    if len(b) >= target - len(a):
-                        break
-                i -= len(chunk) - a_end
-            else:
-                b = [token for sentence in chunk[a_end:] for token in sentence]
-            while len(a) + len(b) > room:
-                longer = a if len(a) > len(b) else b
-                del longer[0 if rng.random() < 0.5 else -1]
-            yield a, b, is_random
-            chunk, size = [], 0
-        i += 1
-
-
-def original_masks(
-    tokens: list[str], pieces: list[str], rng: random.Random
-) -> tuple[list[int], list[str]]:
-    """Mask about 15 % of the tokens in place, by whole words in random order.
-
-    Returns positions and labels.
-    """
-    words: list[list[int]] = []
-    for place, token in enumerate(tokens):
-        if token in ("[CLS]", "[SEP]"):
-            continue
-        if words and token.startswith("##"):
-            words[-1].append(place)
-        else:
-            words.append([place])
-    rng.shuffle(words)
-    budget, chosen = max(1, round(len(tokens) * 0.15)), []
-    for word in words:
-        if len(chosen) >= budget:
-            break
-        if len(chosen) + len(word) <= budget:
-            chosen += word
-    chosen.sort()
-    labels = [tokens[place] for place in chosen]
-    for place in chosen:
-        if rng.random() < 0.8:
-            tokens[place] = "[MASK]"
-        elif rng.random() < 0.5:
-            tokens[place] = rng.choice(pieces)
-    return chosen, labels
+        ends = [len(ids)]
+        for sentence in document:
+            for word in basic_words(sentence):
+                ids += [vocabulary[piece] for piece in greedy_pieces(word, vocabulary)]
+            ends.append(len(ids))
+        spans.append([(start, end) for start, end in pairwise(ends) if start < end])
+    continues = [piece.startswith("##") for piece in vocabulary]
+    pairs = google_pairs([document for document in spans if document], length, 0.1, rng)
+    for a_start, a_end, b_start, b_end, label in pairs.tolist():
+        a, b = ids[a_start:a_end], ids[b_start:b_end]
+        tokens = [2, *a, 3, *b, 3]
+        seen, masked = mask(tokens, continues, length, rng)
+        places = [place for place, is_masked in enumerate(masked) if is_masked]
+        rest = [0] * (length - len(tokens))
+        yield {
+            "input_ids": seen + rest,
+            "token_type_ids": [0] * (len(a) + 2) + [1] * (len(b) + 1) + rest,
+            "attention_mask": [1] * len(tokens) + rest,
+            "masked_positions": places,
+            "masked_labels": [tokens[place] for place in places],
+            "next_sentence_label": [label],
+        }
 
 
 if __name__ == "__main__":

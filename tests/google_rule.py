@@ -8,6 +8,7 @@ meant to be used. A document is a list of (start, end), the tokens of its senten
 import math
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +122,7 @@ def google_masks(
 
 
 def mask(
-    tokens: list[int], continues: np.ndarray, max_predictions: int, draw: random.Random
+    tokens: list[int], continues: Sequence[bool], max_predictions: int, draw: random.Random
 ) -> tuple[list[int], list[bool]]:
     """Words in random order, each masked unless that exceeds 15 % of all tokens; a word ends at the
     next that starts, not at a special token between; the fate is drawn for each token, a random one
