@@ -64,7 +64,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
             tokenizer.encode_batch(sentences[start : start + 1000], add_special_tokens=False)
         return sum(len(sentence.encode()) for sentence in sentences)
 
-    ours, peer = rates(build, encode, runs)
+    ours, peer = rates(runs, build, encode)
     show(
         "text to token store, all included, against tokenizers' encode_batch on bare sentences",
         "MB/s of a core",
@@ -85,7 +85,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
         examples = bench_peers.original_examples(documents, ids, 128, random.Random(0))
         return sum(sum(example["attention_mask"]) for example in examples)
 
-    ours, peer = rates(build_and_load, original, runs)
+    ours, peer = rates(runs, build_and_load, original)
     show(
         "text to finished masked pairs of an epoch, against google-research/bert's rules",
         "tokens/s of a core",
@@ -164,7 +164,7 @@ def measure_loader(config: DataConfig, runs: int) -> None:
             source.pairs(0)
             return len(store)
 
-        ours, _ = rates(plan, None, runs)
+        (ours,) = rates(runs, plan)
         show(f"planning an epoch of pairs, length {length}", "tokens/s", "ours >= 200e6", ours)
     for length in LENGTHS:
         for batch_size in BATCH_SIZES:
@@ -199,7 +199,7 @@ def measure_batches(
         ("in a DataLoader", datasets.Dataset.from_list(examples), "pt", ", ratio >= 40"),
         ("at its best: lists in memory, numpy arrays", examples, "np", ""),
     ):
-        found = rates(ours, load(dataset, bench_peers.collator(vocab_dir, tensors)), runs)
+        found = rates(runs, ours, load(dataset, bench_peers.collator(vocab_dir, tensors)))
         show(
             f"batches of {batch_size}, length {length}, against transformers' whole-word collator "
             + how,

@@ -16,20 +16,19 @@ ROOT = Path(__file__).parent.parent
 
 
 def rates(
-    ours: Callable[[], int], peer: Callable[[], int] | None, runs: int
-) -> tuple[list[float], list[float]]:
-    """Measure both sides in turns; a call returns its units of work.
+    runs: int, *works: Callable[[], int], clock: Callable[[], float] = time.process_time
+) -> list[list[float]]:
+    """Measure functions in turns; a call returns its units of work.
 
-    Returns the units per second of CPU time of each run, for both sides.
+    Returns the units per second of each run, for each function: of CPU time, unless `clock` is
+    another.
     """
-    found: tuple[list[float], list[float]] = ([], [])
+    found: list[list[float]] = [[] for _ in works]
     for run in range(runs + 1):
-        for work, kept in zip((ours, peer), found, strict=True):
-            if work is not None:
-                start = time.process_time()
-                units = work()
-                if run > 0:  # the first is the warm-up
-                    kept.append(units / (time.process_time() - start))
+        for work, kept in zip(works, found, strict=True):
+            start, units = clock(), work()
+            if run > 0:  # the first is the warm-up
+                kept.append(units / (clock() - start))
     return found
 
 

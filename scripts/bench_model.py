@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 
 import torch
-from bench_figures import ROOT, quiet, show
+from bench_figures import ROOT, quiet, rates, show
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,12 +33,15 @@ from pretrain.metrics import peak_flops
 from pretrain.models.bert import PretrainingModel
 from pretrain.optim import build_optimizers
 
-SIZES = {  # layers, hidden size
-    "tiny": (2, 128),
-    "mini": (4, 256),
-    "small": (4, 512),
-    "base": (12, 768),
-    "large": (24, 1024),
+SIZES = {  # fields of the section `model`
+    name: {"num_hidden_layers": n, "hidden_size": d, "num_attention_heads": d // 64}
+    for name, n, d in (
+        ("tiny", 2, 128),
+        ("mini", 4, 256),
+        ("small", 4, 512),
+        ("base", 12, 768),
+        ("large", 24, 1024),
+    )
 }
 BATCH_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 15}  # of full sequences; half as many of "large"
 TARGETS = {  # size -> (against the common setup, against the tuned one)
@@ -83,12 +86,12 @@ def compare_on_gpu(data_dir: Path, size: str, length: int, runs: int) -> None:
         show_speed(what, task, found["ours"])
         show(f"memory of a step of {what}", "GB", "", *memory.values(), smaller_is_better=True)
     trained = train_steps(data_dir, size, length)
-    rates = [line["perf/tokens_per_second"] for line in trained]
+    speed = [line["perf/tokens_per_second"] for line in trained]
     show(
         f"trainer of {what}, against its bare step",
         "tokens/s",
         "ratio >= 0.95",
-        rates,
+        speed,
         found["ours"],
     )
     waits = [line["perf/data_wait"] for line in trained]
@@ -105,7 +108,8 @@ def compare_steps(data_dir: Path, size: str, length: int, threads: int, runs: in
         "peer fp32": peer(task, bf16=False, tuned=False),
         "peer fp32, tuned": peer(task, bf16=False),
     }
-    found = tokens_per_second(steps, runs, threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    found = dict(zip(steps, rates(runs, *steps.values(), clock=clock), strict=True))
 
     def best(*names: str) -> list[float]:
         return max((found[name] for name in names), key=median)
@@ -137,13 +141,10 @@ def compare_steps(data_dir: Path, size: str, length: int, threads: int, runs: in
     )
 
 
-def show_speed(what: str, task: "Task", rates: list[float], threads: int = 1) -> None:
+def show_speed(what: str, task: "Task", speed: list[float], threads: int = 1) -> None:
     """Print the FLOP/s of a step from its tokens/s, and on a GPU their share of the peak."""
-    with torch.device("meta"):
-        model = PretrainingModel(task.model, len(task.vocabulary))
-    flops = sum(map(model.count_flops, task.batches))
-    each = flops / sum(len(batch.input_ids) for batch in task.batches)
-    tflops = [rate * each / 1e12 for rate in rates]
+    each = task.flops / task.tokens
+    tflops = [rate * each / 1e12 for rate in speed]
     show(f"speed of {what}", "TFLOP/s", "", tflops, threads=threads)
     peak = peak_flops(task.device)
     if peak:
@@ -153,31 +154,15 @@ def show_speed(what: str, task: "Task", rates: list[float], threads: int = 1) ->
 
 def compare_processes(config: DataConfig, size: str, runs: int) -> None:
     """Compare two processes of one thread with one process of two threads, in bf16."""
-    layers, hidden = SIZES[size]
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": hidden // 64,
-    }
     path = Path(config.data_dir).parent / "config.yaml"
     OmegaConf.save(OmegaConf.structured(config), path)
-    steps = {
-        "max_steps": 12,
-        "warmup_steps": 1,
-        "log_every": 3,
-        "save_every": 100,
-        "eval_every": 100,
-    }
-    batch = {"global_batch_size": 64, "micro_batch_size": 32, "precision": "bf16"}
-    settings: dict = {f"model.{name}": value for name, value in sizes.items()}
-    settings |= {f"train.{name}": value for name, value in (steps | batch).items()}
-    settings |= {"data.max_seq_length": 128, "train.eval_examples": 1}
+    train = {"max_steps": 12, "warmup_steps": 1, "log_every": 3, "save_every": 100}
+    train |= {"global_batch_size": 64, "micro_batch_size": 32, "precision": "bf16"}
+    train |= {"eval_every": 100, "eval_examples": 1}
     found: dict[int, list[dict]] = {1: [], 2: []}
     for _ in range(runs):
         for processes, kept in found.items():
-            with TemporaryDirectory() as run_dir:
-                overrides = [f"{n}={v}" for n, v in (settings | {"run_dir": run_dir}).items()]
-                kept += speeds(str(path), overrides, processes)
+            kept += speeds(path, SIZES[size], train, {"data.max_seq_length": 128}, processes)
     one, two = ([line["perf/tokens_per_second"] for line in found[n]] for n in (1, 2))
     what = f"trainer of {size}, two processes against one of two threads"
     show(what, "tokens/s", "ratio >= 0.9", two, one, threads=2)
@@ -195,6 +180,18 @@ class Task:
     device: torch.device
     length: int  # tokens of a padded sequence
 
+    @property
+    def tokens(self) -> float:
+        """Mean number of tokens in a batch."""
+        return mean(len(batch.input_ids) for batch in self.batches)
+
+    @property
+    def flops(self) -> float:
+        """Mean number of floating-point operations of a step on a batch."""
+        with torch.device("meta"):
+            model = PretrainingModel(self.model, len(self.vocabulary))
+        return mean(map(model.count_flops, self.batches))
+
 
 def make_task(
     data_dir: Path,
@@ -206,13 +203,8 @@ def make_task(
     count: int = POOL,
 ) -> Task:
     """Build `count` batches of a corpus, or of full sequences, and say which model they are for."""
-    layers, hidden = SIZES[size]
     model = ModelConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
+        **SIZES[size], hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
     )
     vocabulary = read_vocabulary(data_dir / "vocab")
     store = TokenStore.open(data_dir / "store", "train", vocabulary)
@@ -334,18 +326,6 @@ def of_similar_length(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, 
     return [out[i] for i in mixed]
 
 
-def tokens_per_second(steps: dict[str, Step], runs: int, threads: int) -> dict[str, list[float]]:
-    """Measure each step in turns: CPU time on one thread, wall time on more."""
-    clock = time.process_time if threads == 1 else time.perf_counter
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for run in range(runs + 1):
-        for name, step in steps.items():
-            start, tokens = clock(), step()
-            if run:  # the first is the warm-up
-                found[name].append(tokens / (clock() - start))
-    return found
-
-
 def measure_alone(
     build: Callable[..., Step], task: Task, runs: int, **options: object
 ) -> tuple[list[float], int]:
@@ -405,38 +385,35 @@ def memory_of(side: str, data_dir: Path, size: str, length: int) -> int:
     return int(out.stdout.split()[-1])
 
 
-def speeds(config_path: str, overrides: list[str], processes: int) -> list[dict]:
-    """Train on two threads in total; returns the logged metrics without the warm-up line."""
+def speeds(config: Path, model: dict, train: dict, others: dict, processes: int) -> list[dict]:
+    """Train on two threads in total; returns the logged metrics without the warm-up line.
+
+    model, train: fields of these sections. others: other fields, by their full names.
+    """
+    settings = {f"model.{name}": value for name, value in model.items()}
+    settings |= {f"train.{name}": value for name, value in train.items()} | others
     launch = ["-m", "accelerate.commands.launch", "--config_file"]
     launch += [str(ROOT / "configs/accelerate/cpu_2.yaml")]
-    command = [sys.executable, *(launch if processes > 1 else []), "-m", "pretrain", config_path]
+    command = [sys.executable, *(launch if processes > 1 else []), "-m", "pretrain", str(config)]
+    command += [f"{name}={value}" for name, value in settings.items()]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(2 // processes)}
-    subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL, env=env)
-    run_dir = next(value for name, value in (o.split("=") for o in overrides) if name == "run_dir")
-    lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "perf/tokens_per_second" in line][1:]
+    with TemporaryDirectory() as run_dir:
+        command += [f"run_dir={run_dir}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
+        lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "perf/tokens_per_second" in line][1:]
 
 
 def train_steps(data_dir: Path, size: str, length: int, steps: int = 120) -> list[dict]:
     """Train without dropout on a GPU; returns the logged metrics without the warm-up line."""
-    layers, hidden = SIZES[size]
     rows = BATCH_TOKENS["cuda"] // length // (2 if size == "large" else 1)
-    model = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": hidden // 64,
-    }
-    model |= {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    model = SIZES[size] | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     train = {"global_batch_size": rows, "micro_batch_size": rows, "max_steps": steps}
     train |= {"phases": [], "warmup_steps": 10, "log_every": steps // 6, "eval_examples": 64}
     train |= {"eval_every": 10 * steps, "save_every": 10 * steps}
-    settings: dict = {f"model.{name}": value for name, value in model.items()}
-    settings |= {f"train.{name}": value for name, value in train.items()}
-    with TemporaryDirectory() as run_dir:
-        settings |= {"run_dir": run_dir, "data_dir": data_dir, "data.max_seq_length": length}
-        overrides = [f"{name}={value}" for name, value in settings.items()]
-        return speeds(str(ROOT / "configs/bert_base.yaml"), overrides, 1)
+    others = {"data_dir": data_dir, "data.max_seq_length": length}
+    return speeds(ROOT / "configs/bert_base.yaml", model, train, others, 1)
 
 
 def main() -> None:

@@ -221,7 +221,7 @@ def check_speed(check: Check, size: str, length: int) -> None:
     tasks = [task_of(check, size, length, is_full) for is_full in (True, False)]
     # the peer pads both to one shape, so it takes as long for both
     peers = {
-        kind: median(measure_alone(peer, tasks[0], 3, attention=kind)[0]) / tokens_of(tasks[0])
+        kind: median(measure_alone(peer, tasks[0], 3, attention=kind)[0]) / tasks[0].tokens
         for kind in kinds
     }
     for task, mix, least in zip(tasks, ("full", "of a corpus"), RATIO[size, length], strict=True):
@@ -229,12 +229,12 @@ def check_speed(check: Check, size: str, length: int) -> None:
             both = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
             task = replace(task, model=replace(task.model, **both))
             rates, peak = measure_alone(ours, task, 3)
-            batches = median(rates) / tokens_of(task)  # per second
+            batches = median(rates) / task.tokens  # per second
             rows = batches * len(task.batches[0].next_sentence_label)
             name = f"{size} at {length}, {mix}, dropout {dropout:g}"
             check.note(f"{name}: sequences/s, GB", f"{rows:,.0f}, {peak / 1e9:.1f}")
             if check.seconds_matter and mix == "full":
-                share = batches * flops_of(task) / peak_flops(check.device)
+                share = batches * task.flops / peak_flops(check.device)
                 check.should(f"{name}: MFU", share, MFU[size, length])
             for kind, others in peers.items():
                 check.should(f"{name}: times transformers, {kind}", batches / others, least)
@@ -345,18 +345,6 @@ def task_of(check: Check, size: str, length: int, is_full: bool) -> Task:
         return make_task(check.data_dir, size, length, "cuda", is_full=is_full, count=4)
     task = make_task(check.data_dir, "tiny", length, "cpu", is_full=is_full, count=1)
     return replace(task, batches=[batch.slice(0, 2) for batch in task.batches])
-
-
-def tokens_of(task: Task) -> float:
-    """Return the mean number of tokens in a batch."""
-    return sum(len(batch.input_ids) for batch in task.batches) / len(task.batches)
-
-
-def flops_of(task: Task) -> float:
-    """Count the floating-point operations of a step on a batch."""
-    with torch.device("meta"):
-        model = PretrainingModel(task.model, len(task.vocabulary))
-    return sum(map(model.count_flops, task.batches)) / len(task.batches)
 
 
 STAGES: dict[str, Callable[[Check], None]] = {
