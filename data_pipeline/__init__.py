@@ -6,8 +6,7 @@ As a library, with the names below imported when they are first used:
     from data_pipeline import BatchSource, DataConfig, TokenStore
     from data_pipeline import load_config, prepare, read_vocabulary
 
-    sections = ("model", "train", "tracking", "export")  # of a config, that are not about data
-    config = load_config(DataConfig, "configs/mini.yaml", others=sections)
+    config = load_config(DataConfig, "configs/mini.yaml")
     prepare(config)
     folder = Path(config.data_dir)
     store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))

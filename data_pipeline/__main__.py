@@ -23,9 +23,7 @@ def main() -> None:
     array_task = read_array_task(args.task_index, args.num_tasks)
     if (array_task is not None) + args.finish + args.verify > 1:
         raise UserError("--task-index, --finish and --verify are different commands; give one")
-    config = load_config(
-        DataConfig, args.config, args.overrides, others=("model", "train", "tracking", "export")
-    )
+    config = load_config(DataConfig, args.config, args.overrides)
 
     # slow imports come after the config, so that a mistake in it shows at once
     from data_pipeline.build.prepare import prepare

@@ -32,6 +32,7 @@ MOST_ITEMS = 20_000  # of a YAML file: the parser of 40,000 lists in each other 
 PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
 WITHOUT_ACCENTS = {"en", "zh"}  # languages that lose next to nothing with their accents
+OF_TRAINING = ("model", "train", "tracking", "export")  # sections that preparation does not read
 T = TypeVar("T")
 
 
@@ -308,12 +309,10 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     check(value in choices, f"{name} is {value!r}; it can be {', '.join(choices)}")
 
 
-def load_config(
-    schema: type[T], path: str, overrides: list[str] = (), others: tuple[str, ...] = ()
-) -> T:
+def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     """The config at `path` with `key=value` overrides, as a validated instance of `schema`.
 
-    `others` names top-level sections that belong to another entry point and are skipped here.
+    Skips the sections of training where `schema` has none.
     Raises `UserError` that names the file, the key and the nearest valid key.
     """
     try:
@@ -336,9 +335,10 @@ def load_config(
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
             raise UserError(f"{item!r} is not key=value: {error}") from None
     merged = OmegaConf.structured(schema)
+    skipped = set(OF_TRAINING).difference(merged)
     try:
         for layer, origin in layers:
-            for section in set(others) & set(layer):
+            for section in skipped & set(layer):
                 del layer[section]
             check_keys(schema, layer, origin)
             merged = OmegaConf.merge(merged, layer)  # names the first layer with a wrong type

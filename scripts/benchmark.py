@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "sentences":
         return bench_data.measure_sentences(Path(args.rules or "."))
-    config = load_config(DataConfig, args.config, others=("model", "train", "tracking", "export"))
+    config = load_config(DataConfig, args.config)
     if args.what == "learn":
         return bench_learn.measure_learning(config, args.config, args.minutes)
     if args.files:

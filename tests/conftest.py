@@ -60,8 +60,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("prepared")
     write_corpus(root / "topics.txt")
     (root / "config.yaml").write_text(CONFIG.format(root=root))
-    others = ("model", "train", "tracking", "export")
-    prepare(load_config(DataConfig, str(root / "config.yaml"), others=others), workers=1)
+    prepare(load_config(DataConfig, str(root / "config.yaml")), workers=1)
     return root
 
 

@@ -162,9 +162,7 @@ def audit_google(store: TokenStore, data: PairsConfig, seed: int, dupe_factor: i
 
 
 def main() -> None:
-    config = load_config(
-        DataConfig, sys.argv[1], sys.argv[2:], ("model", "train", "tracking", "export")
-    )
+    config = load_config(DataConfig, sys.argv[1], sys.argv[2:])
     folder = Path(config.data_dir)
     store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
     result = measure(config)

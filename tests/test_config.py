@@ -63,9 +63,7 @@ def test_an_override_beats_the_file_and_the_file_beats_the_default(tmp_path: Pat
 
 def test_preparation_leaves_the_sections_of_training_alone(tmp_path: Path):
     (tmp_path / "c.yaml").write_text(MINIMAL + "model: {anything: 1}\n")
-    config = load_config(
-        DataConfig, str(tmp_path / "c.yaml"), ["train.max_steps=1", "seed=7"], ("model", "train")
-    )
+    config = load_config(DataConfig, str(tmp_path / "c.yaml"), ["train.max_steps=1", "seed=7"])
     assert config.seed == 7 and not hasattr(config, "train")
 
 

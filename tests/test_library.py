@@ -18,8 +18,7 @@ import sys
 config, folder = sys.argv[1:]
 overrides = [f"data_dir={folder}/data", f"run_dir={folder}/run", "train.max_steps=2",
              "train.warmup_steps=0"]
-others = ("model", "train", "tracking", "export")
-data = load_config(DataConfig, config, overrides, others=others)
+data = load_config(DataConfig, config, overrides)
 prepare(data, workers=1)
 place = Path(data.data_dir)
 store = TokenStore.open(place / "store", "train", read_vocabulary(place / "vocab"))

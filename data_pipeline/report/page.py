@@ -329,9 +329,7 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args()
-    config = load_config(
-        DataConfig, args.config, args.overrides, others=("model", "train", "tracking", "export")
-    )
+    config = load_config(DataConfig, args.config, args.overrides)
     result = measure(config)
     for check in result["checks"]:
         line = f"{check['name']}: {check['found']} (wanted {check['wanted']})"

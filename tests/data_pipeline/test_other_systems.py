@@ -38,9 +38,8 @@ else:
 config, run_dir = sys.argv[1:3]
 overrides = [f"run_dir={run_dir}/run", f"data_dir={run_dir}/data", "train.max_steps=2",
              "train.warmup_steps=0", "train.precision=auto"]
-others = ("model", "train", "tracking", "export")
 run_command(lambda: data_pipeline.build.prepare.prepare(
-    load_config(DataConfig, config, overrides, others=others), workers=1))
+    load_config(DataConfig, config, overrides), workers=1))
 run_command(lambda: pretrain.train.train(load_config(Config, config, overrides)))
 """
 

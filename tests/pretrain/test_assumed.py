@@ -265,9 +265,8 @@ def test_preparation_takes_the_disk_that_was_estimated(
     source = read_manifest(prepared / "data/store")["sources"][0]
     wanted = assume_data(config, 4 * source["tokens"]).preparation
     monkeypatch.setattr("data_pipeline.build.prepare.remove_entries", measure)
-    others = ("model", "train", "tracking", "export")
     overrides = [f"data_dir={tmp_path}/data", f"corpus.files={tmp_path}/large.txt"]
-    prepare(load_config(DataConfig, str(prepared / "config.yaml"), overrides, others), workers=1)
+    prepare(load_config(DataConfig, str(prepared / "config.yaml"), overrides), workers=1)
     assert wanted.most_bytes == pytest.approx(max(found), rel=0.2)
     folder = tmp_path / "data/store"
     store = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -32,7 +32,6 @@ SIZES = {
     "intermediate_size": 128,
     "max_position_embeddings": 64,
 }
-OTHERS = ("model", "train", "tracking", "export")
 TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.save_every=1")
 
 
@@ -303,7 +302,7 @@ def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -
 
 def prepare_here(root: Path, data_dir: Path, *overrides: str) -> None:
     given = [f"data_dir={data_dir}", *overrides]
-    prepare(load_config(DataConfig, str(root / "config.yaml"), given, others=OTHERS), workers=1)
+    prepare(load_config(DataConfig, str(root / "config.yaml"), given), workers=1)
 
 
 def test_an_extended_vocabulary_gets_the_means_of_what_it_was_split_into(

@@ -17,7 +17,6 @@ from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency, score_sentences
 from pretrain.read_export import load_export
 
-OTHERS = ("model", "train", "tracking", "export")
 SENTENCES = [
     "The [MASK] of a class is that of its objects, and of no others.",
     "It returns a [MASK] [MASK].",
@@ -47,7 +46,7 @@ def probed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare_here(root: Path, *overrides: str) -> None:
-    prepare(load_config(DataConfig, str(root / "config.yaml"), overrides, OTHERS), workers=1)
+    prepare(load_config(DataConfig, str(root / "config.yaml"), overrides), workers=1)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,6 @@ from pretrain.plan import plan
 from pretrain.run_setup import open_token_store
 from pretrain.train import train
 
-OTHERS = ("model", "train", "tracking", "export")
 WORDS = "the a river stone carries over under winter summer house tree walks sings long".split()
 DIGITS = "0 1 2 3 4 5 6 7 8 9"
 
@@ -433,7 +432,7 @@ def small(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_report_fails_a_check_and_says_what_to_do(small: Path, capsys) -> None:
-    config = load_config(DataConfig, str(small / "config.yaml"), [f"run_dir={small}/run"], OTHERS)
+    config = load_config(DataConfig, str(small / "config.yaml"), [f"run_dir={small}/run"])
     result = report.measure(config)
     checks = {check["name"]: check for check in result["checks"]}
     held_out = result["store"]["held_out"]
@@ -477,7 +476,7 @@ def test_without_held_out_documents_training_says_so_once(
     small: Path, tmp_path: Path, capsys
 ) -> None:
     overrides = [f"data_dir={tmp_path}/data", "corpus.held_out_fraction=0"]
-    prepare(load_config(DataConfig, str(small / "config.yaml"), overrides, OTHERS), workers=1)
+    prepare(load_config(DataConfig, str(small / "config.yaml"), overrides), workers=1)
     capsys.readouterr()
     config = config_to_train(small, tmp_path / "run")
     config.data_dir = str(tmp_path / "data")

@@ -25,15 +25,13 @@ from data_pipeline.report import page as report
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.pairs import PAIR
 
-OTHERS = ("model", "train", "tracking", "export")
-
 
 @pytest.fixture(scope="module")
 def config(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """The prepared corpus, in a folder that may be written to."""
     copy = tmp_path_factory.mktemp("report") / "data"
     shutil.copytree(prepared / "data", copy)
-    return load_config(DataConfig, str(prepared / "config.yaml"), [f"data_dir={copy}"], OTHERS)
+    return load_config(DataConfig, str(prepared / "config.yaml"), [f"data_dir={copy}"])
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +66,7 @@ def failing(checks: list[dict]) -> set[str]:
 )
 def test_on_real_text_every_check_holds(prepared, config, overrides) -> None:
     overrides = [f"data_dir={config.data_dir}", *overrides]
-    config = load_config(DataConfig, str(prepared / "config.yaml"), overrides, OTHERS)
+    config = load_config(DataConfig, str(prepared / "config.yaml"), overrides)
     result = report.measure(config)
     assert len(result["checks"]) >= 10
     assert failing(result["checks"]) == {"Held-out documents"}  # of so small a corpus

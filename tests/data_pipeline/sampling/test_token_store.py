@@ -34,9 +34,6 @@ from data_pipeline.sampling.token_store import (
     read_vocabulary,
 )
 
-OTHERS = ("model", "train", "tracking", "export")
-
-
 # few descriptors; a disk that is waited for 50,000 times would be all of the test's time
 LIMITED = """
 import os, resource, runpy, sys
@@ -191,15 +188,15 @@ def test_a_store_of_schema_1_is_known_for_the_same(old: Path, capsys) -> None:
     before = contents(old / "prepared")
     words = ["corpus.word_segmenter=pair_words:split", "corpus.plug_ins=[pair_words]"]
     for overrides in ([], ["data_dir=prepared_words", *words]):
-        prepare(load_config(DataConfig, "config.yaml", overrides, others=OTHERS), workers=1)
+        prepare(load_config(DataConfig, "config.yaml", overrides), workers=1)
         assert "is there already" in capsys.readouterr().out
     assert {k: v for k, v in contents(old / "prepared").items() if k != MARKER} == before
     with pytest.raises(UserError, match="built from another corpus or with other settings"):
-        prepare(load_config(DataConfig, "config.yaml", ["vocab.size=256"], others=OTHERS))
+        prepare(load_config(DataConfig, "config.yaml", ["vocab.size=256"]))
 
 
 def test_the_version_of_today_makes_the_same_arrays_as_schema_1(old: Path) -> None:
-    config = load_config(DataConfig, "config.yaml", ["data_dir=new"], others=OTHERS)
+    config = load_config(DataConfig, "config.yaml", ["data_dir=new"])
     prepare(config, workers=1)
     for split in ("train", "held_out"):
         stores = [
