@@ -17,7 +17,6 @@ up: floor(w) copies of each, and one more of those with the lowest hashes. Held-
 never repeated; a weight below 1 takes the same fraction of them.
 """
 
-import hashlib
 import json
 import math
 from array import array
@@ -107,29 +106,27 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
     length of each document in the same order), `rejects.json`, and `text`, the documents
     themselves, if its file `is_costly`. Memory: 8 bytes per hash or length.
     """
-    hashes, characters, rejects = {kind: bytearray() for kind in KINDS}, array("q"), Rejects()
+    hashes, characters, rejects = {kind: array("Q") for kind in KINDS}, array("q"), Rejects()
     with atomic_folder(out) as folder:
         documents = chain.from_iterable(read_documents(c, source, rejects) for c in group)
         if is_costly(group[0].path, group[0].layout):
             documents = keep(documents, folder)
         for document in documents:
-            add_hash(hashes["documents"], document)
+            hashes["documents"].append(hash_text(document))
             characters.append(len(document))
             if len(document) >= MIN_DEDUP_CHARS:
                 for line in document.split("\n"):
                     if len(line) >= MIN_DEDUP_CHARS:
-                        add_hash(hashes["paragraphs"], line)
-        for kind, data in hashes.items():
-            numbers = np.frombuffer(data, ">u8").astype("<u8")
-            if kind == "documents":
-                order = np.argsort(numbers)
-                save_array(folder / "characters.npy", np.array(characters)[order])
+                        hashes["paragraphs"].append(hash_text(line))
+        order = np.argsort(hashes["documents"])
+        save_array(folder / "characters.npy", np.array(characters)[order])
+        for kind, numbers in hashes.items():
             save_array(folder / f"{kind}.npy", np.sort(numbers))
         (folder / "rejects.json").write_text(json.dumps(rejects.causes))
 
 
-def add_hash(hashes: bytearray, text: str) -> None:
-    hashes += hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+def hash_text(text: str) -> int:
+    return text_hash(text.encode("utf-8", "replace"))
 
 
 def keep(documents: Iterable[str], folder: Path) -> Iterator[str]:
@@ -368,7 +365,7 @@ class Selection:
         return "\n".join(kept)
 
     def record_line(self, line: str) -> bool:
-        return self.record("paragraphs", text_hash(line.encode("utf-8", "replace")))
+        return self.record("paragraphs", hash_text(line))
 
 
 def select(

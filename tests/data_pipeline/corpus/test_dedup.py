@@ -197,7 +197,7 @@ def test_workers_and_interruptions_change_nothing(folder: Path, tmp_path: Path, 
     assert re.search(r"left out: \d+ duplicate paragraphs, 21 duplicate", capsys.readouterr().out)
     prepare(config_of(folder, tmp_path / "two", **settings), workers=2)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
-    for name, calls in (("add_hash", 20), ("in_earlier", 1), ("lowest", 0)):
+    for name, calls in (("hash_text", 20), ("in_earlier", 1), ("lowest", 0)):
         data_dir = tmp_path / name
         child = os.fork()
         if not child:  # is killed as it makes a call
