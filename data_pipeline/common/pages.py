@@ -108,8 +108,9 @@ def thin_out(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [*means, points[-1]]
 
 
-def find_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Choose at most about `most` round numbers from low to high."""
+def find_ticks(low: float, high: float) -> list[float]:
+    """Choose at most about five round numbers from low to high."""
+    most = 5
     unit = 10 ** math.floor(math.log10((high - low or 1) / most))
     step = next(unit * k for k in (1, 2, 5, 10) if (high - low) / (unit * k) <= most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
