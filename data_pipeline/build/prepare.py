@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 from data_pipeline.build.assemble import (
@@ -260,24 +261,20 @@ def join_words(work: Work) -> None:
 def sample_text(work: Work) -> Iterator[str]:
     """Yield documents from the start of each source, up to `SAMPLE` characters of it."""
     for i, source in enumerate(work.corpus.each_source()):
-        size = 0
-        for chunk in (chunk for chunk in work.chunks if chunk.source == i):
-            for document in read_documents(chunk, source, Rejects()):
-                yield document[: SAMPLE - size]
-                size += len(document)
-                if size >= SAMPLE:
-                    break
+        chunks, size = [chunk for chunk in work.chunks if chunk.source == i], 0
+        for document in chain.from_iterable(read_documents(c, source, Rejects()) for c in chunks):
+            yield document[: SAMPLE - size]
+            size += len(document)
             if size >= SAMPLE:
                 break
 
 
 def plan_encoding(work: Work) -> Plan:
-    inputs = zip(work.scans, work.shards, work.stats, strict=True)
-    return [
-        (shard, Task(encode_scan, (scan, shard, work.vocab_dir, work.vocab), name, stats["bytes"]))
-        for i, (scan, shard, stats) in enumerate(inputs)
-        for name in [f"shard-{i:05d}"]
-    ]
+    plan = []
+    for i, (scan, shard) in enumerate(zip(work.scans, work.shards, strict=True)):
+        arguments = scan, shard, work.vocab_dir, work.vocab
+        plan.append((shard, Task(encode_scan, arguments, f"shard-{i:05d}", work.stats[i]["bytes"])))
+    return plan
 
 
 def join_shards(work: Work) -> None:
