@@ -15,7 +15,8 @@ import numpy as np
 
 from data_pipeline.common.errors import run_command
 from data_pipeline.config import DataConfig, PairsConfig, load_config
-from data_pipeline.report.audit import audit_rule, check_results
+from data_pipeline.report.audit import audit_rule
+from data_pipeline.report.checks import check_results
 from data_pipeline.report.page import measure, write_report
 from data_pipeline.sampling.pairs import PAIR
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary

@@ -18,7 +18,7 @@ FLOORS = [
     ("data_pipeline.corpus", "python_docs files readers selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),
     ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),
-    ("data_pipeline.report", "audit page __main__"),
+    ("data_pipeline.report", "audit checks page __main__"),
     ("data_pipeline", "__main__"),
     ("pretrain", "families config tracking loss objectives"),
     ("pretrain.models", "cpu attention layers bert electra build"),

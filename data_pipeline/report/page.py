@@ -16,9 +16,10 @@ from data_pipeline.common.errors import red
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, render_template
 from data_pipeline.common.reading import read_json
-from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig, load_config
+from data_pipeline.config import DataConfig, load_config
 from data_pipeline.corpus.readers import left_out
-from data_pipeline.report.audit import CHINESE, LONG, audit_store, percent, pieces_name
+from data_pipeline.report.audit import CHINESE, LONG, audit_store
+from data_pipeline.report.checks import check_held_out, check_results, percent, pieces_name
 from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
@@ -294,23 +295,8 @@ def measure(config: DataConfig) -> dict:
     fit = read_json(folder / "vocab/report.json", shape, "put a sound copy back")
     return result | {
         "accents": fit.get("accents", {}),  # stores of earlier versions did not measure it
-        "checks": result["checks"] + check_held_out(store.manifest),
+        "checks": check_results(result) + check_held_out(store.manifest),
     }
-
-
-def check_held_out(manifest: dict) -> list[dict]:
-    """Check that the held-out split is large enough for its losses to be trusted."""
-    wanted = {"documents": HELD_OUT_DOCUMENTS, "tokens": HELD_OUT_TOKENS}
-    found = {name: manifest["held_out"][name] for name in wanted}
-    return [
-        {
-            "name": f"Held-out {name}",
-            "found": f"{found[name]:,}",
-            "wanted": f"≥ {wanted[name]:,}",
-            "holds": found[name] >= wanted[name],
-        }
-        for name in wanted
-    ]
 
 
 def write_report(result: dict) -> None:
