@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -133,7 +134,6 @@ class Chaos:
     def __init__(self, config: str, out: Path, overrides: list[str], start: Start):
         self.config, self.out, self.overrides, self.start = config, out, overrides, start
         self.whole: dict[tuple[str, int], Path] = {}
-        self.seconds = ("train.timeout_s=20",)  # a stopped rank is found soon
 
     def launch(self, folder: Path, kind: str, processes: int, notes: str, **plan) -> int:
         """Start a run or a preparation once, with a plan of faults; returns its exit code."""
@@ -143,7 +143,8 @@ class Chaos:
         empty = {"counted": (), "fault": "", "lists": False, "rank": "0"}
         program = "data_pipeline" if is_data else "pretrain"
         plan = empty | {"program": program, "notes": str(folder / notes)} | plan
-        options = ["--workers", "1"] if is_data else self.seconds
+        # a stopped rank is found soon
+        options = ["--workers", "1"] if is_data else ["train.timeout_s=20"]
         words = ["-c", PLANT.format(plan=plan), self.config, place, *self.overrides, *options]
         return self.start([words] * processes)
 
@@ -237,10 +238,7 @@ def explain(folder: Path, whole: Path) -> str:
     if not list_checkpoints(folder / "run/checkpoints"):
         return "no checkpoint"
     for name in ("model", "optimizer"):
-        a, b = (
-            load_file(newest_checkpoint(path / "run/checkpoints") / f"{name}.safetensors")
-            for path in (folder, whole)
-        )
+        a, b = (read_tensors(path, name) for path in (folder, whole))
         if a.keys() != b.keys() or any(not a[key].equal(b[key]) for key in a):
             return name
     lines = (
@@ -254,11 +252,13 @@ def explain(folder: Path, whole: Path) -> str:
 
 def largest_difference(folder: Path, whole: Path) -> float:
     """Compare the weights that two runs have ended with."""
-    a, b = (
-        load_file(newest_checkpoint(path / "run/checkpoints") / "model.safetensors")
-        for path in (folder, whole)
-    )
+    a, b = (read_tensors(path, "model") for path in (folder, whole))
     return max((a[name] - b[name]).abs().max().item() for name in b)
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """Read the model or the optimizer that a run has ended with."""
+    return load_file(newest_checkpoint(folder / "run/checkpoints") / f"{name}.safetensors")
 
 
 def strip(line: dict) -> dict:
