@@ -33,6 +33,7 @@ from pretrain.tracking import read_metrics
 SEARCHED = 4000  # documents to choose from, and four times as many pairs and held-out sentences
 LONGEST = 28  # tokens of a pair that fits the picture
 WIDTH, MARGIN, LEFT, RIGHT, LINE = 830, 26, 66, 480, 21  # pixels; text starts at LEFT
+HEIGHT = 1400  # more than is drawn; what is below it is cut off
 INK, GREY, PALE, PLAIN = "#1f2328", "#59636e", "#d0d7de", "#eaeef2"
 A, B, MASK = "#d8ebff", "#ffe7cf", "#7a3fd1"
 CAPTIONS = {  # of a pair, by objective
@@ -142,7 +143,7 @@ def fill_sentences(
     """Mask the middle word of held-out sentences; returns one example for each of `OUTCOMES`, of
     those that occur."""
     ends = held_out.sentence_offsets[: SEARCHED * 4]
-    spans = {held_out.tokens[a:b].tobytes() for a, b in zip(ends, ends[1:], strict=False)}
+    spans = {held_out.tokens[a:b].tobytes() for a, b in pairwise(ends)}
     model, filled = load_export(export), {}
     for sentences in documents:
         sentences = [s for s in sentences if is_prose(s) and 30 < len(s) < 46]
@@ -173,7 +174,7 @@ def fill_sentences(
 class Page:
     """A figure that is drawn in pixels from the top left, and cut off below what was drawn."""
 
-    def __init__(self, height: int = 1400):
+    def __init__(self):
         try:
             import matplotlib
         except ImportError:
@@ -186,9 +187,9 @@ class Page:
         from matplotlib.patches import Circle, FancyBboxPatch
         from matplotlib.textpath import text_to_path
 
-        self.height, self.y = height, 0.0
-        self.figure = plt.figure(figsize=(WIDTH / 96, height / 96), dpi=96)
-        self.axes = self.figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
+        self.y = 0.0
+        self.figure = plt.figure(figsize=(WIDTH / 96, HEIGHT / 96), dpi=96)
+        self.axes = self.figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(HEIGHT, 0))
         self.axes.axis("off")
         self.font, self.measure = FontProperties, text_to_path
         self.patch, self.circle = FancyBboxPatch, Circle
@@ -216,8 +217,9 @@ class Page:
         self.write(x, self.y, title, 15, weight="bold")
         self.write(x + self.width(title, 15, "bold") + 12, self.y, caption, 12, GREY)
 
-    def flow(self, runs: list[tuple[str, str]], size: float = 13) -> None:
+    def flow(self, runs: list[tuple[str, str]]) -> None:
         """Write words on lines, each (text, background or "")."""
+        size = 13
         x, space = LEFT, self.width("n n", size) - self.width("nn", size)
         for (word, color), (_, following) in pairwise([*runs, ("", "")]):
             width = self.width(word, size)
@@ -252,7 +254,7 @@ class Page:
 
         edge = {"radius": 12, "edgecolor": PALE, "linewidth": 1, "zorder": -2}
         self.box(1, 1, WIDTH - 2, self.y - 2, "white", **edge)
-        file, top = BytesIO(), self.height / 96
+        file, top = BytesIO(), HEIGHT / 96
         cut = Bbox([[0, top - self.y / 96], [WIDTH / 96, top]])
         options = {"transparent": True, "metadata": {"Date": None}}
         self.figure.savefig(file, format="svg", bbox_inches=cut, **options)
@@ -314,10 +316,8 @@ def draw_filled(page: Page, filled: list[Filled], accuracy: float | None) -> Non
 
 def draw_loss(page: Page, lines: list[dict], x: float, y: float, width: float, height: float):
     """Draw the losses against steps, with the unigram entropy, in a box of the page."""
-    top = page.height
-    axes = page.figure.add_axes(
-        (x / WIDTH, 1 - (y + height) / top, width / WIDTH, height / top), facecolor="none"
-    )
+    place = (x / WIDTH, 1 - (y + height) / HEIGHT, width / WIDTH, height / HEIGHT)
+    axes = page.figure.add_axes(place, facecolor="none")
     points = {
         name: np.array([(i["step"], i[name]) for i in lines if i.get(name) is not None])
         for name in ("train/mlm_loss", "eval/mlm_loss", "eval/unigram_entropy")
