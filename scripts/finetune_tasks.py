@@ -6,7 +6,7 @@ task turns them into a loss or into predictions.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,6 +57,10 @@ class Task:
     """The first is what settings are chosen by, unless told otherwise."""
     per_token = False
     """Whether a score belongs to a token, or to a sequence."""
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    """Mean loss of scores, from the targets of a batch as a tensor."""
+    compare: Callable[[list, list], dict[str, float]]
+    """Each of `metrics`, from labels and predictions."""
 
     def __init__(self, examples: list[Example]):
         """Learn from the training examples what can be answered."""
@@ -87,7 +91,8 @@ class Task:
 
         scores: float32 (R, outputs), or (R, S, outputs) per token; R sequences.
         """
-        raise NotImplementedError
+        targets = torch.tensor([unit.target for unit in units], device=scores.device)
+        return self.criterion(scores, targets)
 
     def predict(
         self, scores: list[Tensor], units: list[Unit], examples: list[Example]
@@ -100,7 +105,7 @@ class Task:
 
     def score(self, examples: list[Example], predictions: list[Any]) -> dict[str, float]:
         """Compare predictions with labels by each of `metrics`."""
-        raise NotImplementedError
+        return self.compare([example.label for example in examples], predictions)
 
     def baseline(self) -> tuple[str, Any] | None:
         """Return the name and value of the best prediction that sees no text, if there is one."""
@@ -131,6 +136,8 @@ class Classification(Task):
     """One label for one or two sentences."""
 
     metrics = ("accuracy", "macro_f1", "matthews")
+    criterion = staticmethod(F.cross_entropy)
+    compare = staticmethod(label_scores)
 
     @cached_property
     def labels(self) -> list[str]:
@@ -143,15 +150,8 @@ class Classification(Task):
     def target(self, example: Example) -> int:
         return index_of(example.label, self.labels, example.place)
 
-    def loss(self, scores: Tensor, units: list[Unit]) -> Tensor:
-        targets = torch.tensor([unit.target for unit in units], device=scores.device)
-        return F.cross_entropy(scores, targets)
-
     def predict(self, scores, units, examples):
         return [self.labels[row[0].argmax()] for row in scores]
-
-    def score(self, examples, predictions):
-        return label_scores([example.label for example in examples], predictions)
 
     def baseline(self):
         label = Counter(example.label for example in self.training).most_common(1)[0][0]
@@ -162,6 +162,8 @@ class MultiLabel(Classification):
     """Any number of labels for one or two sentences."""
 
     metrics = ("micro_f1", "macro_f1", "exact_match")
+    criterion = staticmethod(F.binary_cross_entropy_with_logits)
+    compare = staticmethod(label_set_scores)
 
     @cached_property
     def labels(self) -> list[str]:
@@ -171,18 +173,11 @@ class MultiLabel(Classification):
         chosen = {index_of(label, self.labels, example.place) for label in example.label}
         return [float(i in chosen) for i in range(len(self.labels))]
 
-    def loss(self, scores: Tensor, units: list[Unit]) -> Tensor:
-        targets = torch.tensor([unit.target for unit in units], device=scores.device)
-        return F.binary_cross_entropy_with_logits(scores, targets)
-
     def predict(self, scores, units, examples):
         return [
             [label for label, score in zip(self.labels, row[0], strict=True) if score > 0]
             for row in scores
         ]
-
-    def score(self, examples, predictions):
-        return label_set_scores([example.label for example in examples], predictions)
 
     def baseline(self):
         return None
@@ -193,6 +188,7 @@ class Regression(Task):
 
     metrics = ("pearson", "spearman", "r2")
     outputs = 1
+    compare = staticmethod(number_scores)
 
     def __init__(self, examples: list[Example]):
         super().__init__(examples)
@@ -202,15 +198,11 @@ class Regression(Task):
     def target(self, example: Example) -> float:
         return (example.label - self.mean) / self.scale
 
-    def loss(self, scores: Tensor, units: list[Unit]) -> Tensor:
-        targets = torch.tensor([unit.target for unit in units], device=scores.device)
+    def criterion(self, scores: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(scores[:, 0], targets)
 
     def predict(self, scores, units, examples):
         return [self.mean + self.scale * float(row[0, 0]) for row in scores]
-
-    def score(self, examples, predictions):
-        return number_scores([example.label for example in examples], predictions)
 
 
 class Choice(Task):
@@ -256,6 +248,7 @@ class Tagging(Task):
 
     metrics = ("f1", "precision", "recall", "accuracy")
     per_token = True
+    compare = staticmethod(span_scores)
 
     @cached_property
     def labels(self) -> list[str]:
@@ -299,9 +292,6 @@ class Tagging(Task):
             predictions.append(tags)
         return predictions
 
-    def score(self, examples, predictions):
-        return span_scores([example.label for example in examples], predictions)
-
 
 # --- answers --------------------------------------------------------------------------------------
 
@@ -316,6 +306,7 @@ class QuestionAnswering(Task):
     metrics = ("f1", "exact_match")
     per_token = True
     outputs = 2  # for the first and for the last token of the answer
+    criterion = staticmethod(F.cross_entropy)  # (B, S, 2) and (B, 2): over the positions
 
     def __init__(self, examples: list[Example]):
         super().__init__(examples)
@@ -353,9 +344,7 @@ class QuestionAnswering(Task):
     def loss(self, scores: Tensor, units: list[Unit]) -> Tensor:
         lengths = torch.tensor([[unit.length] for unit in units], device=scores.device)
         padding = torch.arange(scores.shape[1], device=scores.device) >= lengths
-        scores = scores.masked_fill(padding[..., None], -1e9)
-        targets = torch.tensor([unit.target for unit in units], device=scores.device)
-        return F.cross_entropy(scores, targets)  # (B, S, 2) and (B, 2): over the positions
+        return super().loss(scores.masked_fill(padding[..., None], -1e9), units)
 
     def predict(self, scores, units, examples):
         best = [(-float("inf"), "")] * len(examples)
