@@ -27,21 +27,13 @@ def mean_of_tokens(layer: Tensor, mask: Tensor) -> Tensor:
     return (layer * weight).sum(1) / weight.sum(1)
 
 
-def sum_of_four(out, mask: Tensor) -> Tensor:
-    return mean_of_tokens(torch.stack(out.hidden_states[-4:]).sum(0), mask)
-
-
-def all_of_four(out, mask: Tensor) -> Tensor:
-    return mean_of_tokens(torch.cat(out.hidden_states[-4:], -1), mask)
-
-
 # name -> (what transformers returns for a batch, attention mask (B, S)) -> vectors (B, N)
 POOLS: dict[str, Callable[..., Tensor]] = {
     "cls": lambda out, mask: out.last_hidden_state[:, 0],
     "pooler": lambda out, mask: out.pooler_output,
     "mean": lambda out, mask: mean_of_tokens(out.last_hidden_state, mask),
-    "sum4": sum_of_four,
-    "concat4": all_of_four,
+    "sum4": lambda out, mask: mean_of_tokens(torch.stack(out.hidden_states[-4:]).sum(0), mask),
+    "concat4": lambda out, mask: mean_of_tokens(torch.cat(out.hidden_states[-4:], -1), mask),
 }
 
 
