@@ -91,17 +91,18 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bf16 = choose_precision(args.precision, device) == "bf16"
     splits, task = read_splits(args, device)
-    metric = args.metric or task.metrics[0]
-    check(metric in task.metrics, f"--metric {metric}: {args.task} has {', '.join(task.metrics)}")
+    args.metric = args.metric or task.metrics[0]
+    known = ", ".join(task.metrics)
+    check(args.metric in task.metrics, f"--metric {args.metric}: {args.task} has {known}")
 
     systems = {}
     for system in ["pretrained", *args.also]:
         if system == "bow":
             name, runs = "C", judge_words(args, task, splits)
         else:
-            name, runs = judge_network(args, system == "random", task, splits, metric, device, bf16)
-        systems[system] = summarize(name, runs, metric, task, splits)
-        describe_runs(TITLES[system], systems[system], metric)
+            name, runs = judge_network(args, system == "random", task, splits, device, bf16)
+        systems[system] = summarize(name, runs, args.metric, task, splits)
+        describe_runs(TITLES[system], systems[system], args.metric)
     if task.baseline():
         title, label = task.baseline()
         systems[title] = {
@@ -111,7 +112,7 @@ def main() -> None:
         }
 
     found = {
-        "settings": {**vars(args), "metric": metric, "max_length": args.max_length},
+        "settings": vars(args),
         "model": describe_model(args.model),
         "data": {name: describe_file(getattr(args, name), s) for name, s in splits.items()},
         "systems": systems,
@@ -125,7 +126,7 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     write_file(results, (json.dumps(found, indent=2, default=str) + "\n").encode())
-    print_table(systems, metric, list(splits)[1:])
+    print_table(systems, args.metric, list(splits)[1:])
     print(f"{found['seconds']:,.0f} s; all figures are in {results}")
 
 
@@ -216,7 +217,6 @@ def judge_network(
     is_random: bool,
     task: Task,
     splits: dict[str, Split],
-    metric: str,
     device: torch.device,
     bf16: bool,
 ) -> tuple[str, Search]:
@@ -244,7 +244,8 @@ def judge_network(
             def run(rate: float, seed: int) -> Run:
                 return finetune(
                     network(seed), task, train_units(seed), splits["dev"], splits.get("test"),
-                    metric, rate, args.epochs, args.batch_size, args.warmup, seed, bf16, bar.update,
+                    args.metric, rate, args.epochs, args.batch_size, args.warmup, seed, bf16,
+                    bar.update,
                 )  # fmt: skip
 
             return "learning_rate", search(args.learning_rates, args.seeds, run)
