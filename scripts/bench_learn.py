@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,7 +30,6 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
-from pretrain.families import FAMILIES, hf_config
 from pretrain.models.bert import PretrainingModel
 from pretrain.read_export import load_export
 from pretrain.train import train
@@ -96,16 +95,10 @@ def ours(config: Config, vocabulary: Vocabulary, minutes: float) -> PretrainingM
 
 
 def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> PretrainingModel:
-    from transformers import BertConfig
-    from transformers import BertForPreTraining as Peer
-
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     model = PretrainingModel(config.model, len(vocabulary))
-    settings = hf_config(asdict(config.model), len(vocabulary), model.hf_class)
-    other = Peer(BertConfig(**settings, attn_implementation="sdpa"))
-    family = FAMILIES["bert"]
-    other.load_state_dict(family.to_hf(model.state_dict()), strict=False)
+    other = bench_peers.peer_model(model, len(vocabulary))
 
     data_dir = Path(config.data_dir)
     store = TokenStore.open(data_dir / "store", "train", vocabulary)
@@ -146,7 +139,7 @@ def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> PretrainingM
                 break
     print(f"peer: {steps} steps in {minutes:.2f} minutes", file=sys.stderr)
     weights = accelerator.unwrap_model(other).state_dict()
-    model.load_state_dict(family.from_hf(weights, model.state_dict()))
+    model.load_state_dict(model.config.family.from_hf(weights, model.state_dict()))
     return model
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from statistics import mean, median
@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from bench_figures import ROOT, quiet, rates, show
+from bench_peers import peer_model
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,7 +29,6 @@ from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.sampling.batches import Batch, BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.families import hf_config
 from pretrain.metrics import peak_flops
 from pretrain.models.bert import PretrainingModel
 from pretrain.optim import build_optimizers
@@ -265,15 +265,10 @@ def ours(task: Task, bf16: bool) -> Step:
 def peer(task: Task, bf16: bool, tuned: bool = True, attention: str = "sdpa") -> Step:
     """Build the peer's step; on a GPU it is compiled, and compiles in its first call."""
     from accelerate import Accelerator
-    from transformers import BertConfig
-    from transformers import BertForPreTraining as Peer
 
     torch.manual_seed(0)
     started = PretrainingModel(task.model, len(task.vocabulary))
-    weights = task.model.family.to_hf(started.state_dict())
-    settings = hf_config(asdict(task.model), len(task.vocabulary), started.hf_class)
-    model = Peer(BertConfig(**settings, attn_implementation=attention))
-    model.load_state_dict(weights, strict=False)
+    model = peer_model(started, len(task.vocabulary), attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=tuned or None)
     accelerator = Accelerator(cpu=task.device.type == "cpu")
     model, optimizer = accelerator.prepare(model, optimizer)

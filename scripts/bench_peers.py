@@ -10,6 +10,7 @@ import random
 import sys
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +34,18 @@ def train_tokenizers_wordpiece(path: str, size: int, min_frequency: int, lowerca
 
 
 # --- transformers ---------------------------------------------------------------------------------
+
+
+def peer_model(model, vocab_size: int, attention: str = "sdpa"):
+    """Build transformers' `BertForPreTraining` with the sizes and weights of a model of ours."""
+    from transformers import BertConfig, BertForPreTraining
+
+    from pretrain.families import hf_config
+
+    settings = hf_config(asdict(model.config), vocab_size, model.hf_class)
+    found = BertForPreTraining(BertConfig(**settings, attn_implementation=attention))
+    found.load_state_dict(model.config.family.to_hf(model.state_dict()), strict=False)
+    return found
 
 
 def collator(vocab_dir: Path, return_tensors: str):
