@@ -97,6 +97,8 @@ class Family:
     """Fields of the section `model` that its config.json has."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the section `model` whose default is another than BERT's."""
+    head_act: str | None = None
+    """Activation of the MLM head, whatever `hidden_act` is; null: that one."""
     always_projects: bool = False
     """Whether embeddings are mapped to the hidden size even if they have it."""
     counts_from_pad: bool = False
@@ -154,6 +156,7 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
         },
         defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},  # of roberta-base
         counts_from_pad=True,
+        head_act="gelu",
     ),
     "albert": Family(  # Lan et al. 2019, arXiv:1909.11942
         title="ALBERT",
@@ -206,6 +209,7 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
             "rtd.out": "discriminator_predictions.dense_prediction",
         },
         settings=(*SETTINGS, "embedding_size"),
+        head_act="gelu",
     ),
 }
 
@@ -249,14 +253,16 @@ def longest_sequence(settings: Mapping[str, Any]) -> int:
 def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Translate a `config.json` into fields of the section `model`; the mirror of `hf_config`.
 
-    What it says beside those of its family becomes `extra`.
+    What it says beside those of its family becomes `extra`; a field of these that is null counts as
+    missing.
     path: of the file, for errors. Raises `UserError` for what no family here computes.
     """
     kind = settings.get("model_type", "bert")
     check_choice(f"{path}: model_type", kind, tuple(FAMILIES))
     family = FAMILIES[kind]
-    check_computable(settings, path)
-    found = {name: settings[name] for name in family.settings if name in settings}
+    given = {name: value for name, value in settings.items() if value is not None}
+    check_computable(given, path)
+    found = {name: given[name] for name in family.settings if name in given}
     extra = settings.keys() - {*family.settings, *WRITTEN}
     found |= {"architecture": kind, "extra": {name: settings[name] for name in sorted(extra)}}
     if "max_position_embeddings" in found:

@@ -106,7 +106,7 @@ class MaskedLMHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.embedding_width)
         self.norm = nn.LayerNorm(config.embedding_width, config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = ACTIVATIONS[config.family.head_act or config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(x)))  # (M, E)
