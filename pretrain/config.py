@@ -87,12 +87,14 @@ class ModelConfig:
     def generator(self) -> "ModelConfig":
         """The generator of an ELECTRA."""
         inner = self.intermediate_size or 4 * self.hidden_size
+        size = round(self.generator_size * self.hidden_size)
+        share = size / self.hidden_size  # which a reader of the export knows
         return replace(
             self,
             embedding_size=self.embedding_width,
-            hidden_size=round(self.generator_size * self.hidden_size),
-            num_attention_heads=max(round(self.generator_size * self.num_attention_heads), 1),
-            intermediate_size=round(self.generator_size * inner),
+            hidden_size=size,
+            num_attention_heads=max(round(share * self.num_attention_heads), 1),
+            intermediate_size=round(share * inner),
         )
 
     def validate(self) -> None:
@@ -280,7 +282,8 @@ def count_steps(value: float, total: int) -> int:
 def count_kept(train: TrainConfig) -> int:
     """Count the checkpoints on disk at the end of a run, with one in work."""
     kept = train.max_steps // train.keep_every if train.keep_every else 0
-    return train.keep_checkpoints + kept + 1
+    saved = -(-train.max_steps // train.save_every)  # in all
+    return min(train.keep_checkpoints + kept, saved) + 1
 
 
 @dataclass

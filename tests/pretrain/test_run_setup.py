@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from helpers import fork, newest, run
 
 from data_pipeline.common.errors import UserError
-from pretrain.config import ModelConfig
+from pretrain.config import ModelConfig, TrainConfig, count_kept
 from pretrain.models.build import check_memory, model_of
 from pretrain.word_vectors import word_vectors
 
@@ -74,3 +74,16 @@ def test_the_memory_of_a_model_is_known_without_building_it() -> None:
         assert check_memory(config, 500, "nsp", 4, 16 * number) == number
         with pytest.raises(UserError, match=f"a model of {number:,} parameters takes at least"):
             check_memory(config, 500, "nsp", 4, 16 * number - 1)
+
+
+@pytest.mark.parametrize(
+    ("saves", "keep", "keep_every", "wanted"),
+    [(10, 3, None, 4), (10, 100, None, 11), (10, 3, 5000, 6)],
+)
+def test_no_more_checkpoints_are_reckoned_with_than_a_run_saves(
+    saves: int, keep: int, keep_every: int | None, wanted: int
+) -> None:
+    train = TrainConfig(
+        max_steps=1000 * saves, save_every=1000, keep_checkpoints=keep, keep_every=keep_every
+    )
+    assert count_kept(train) == wanted

@@ -59,6 +59,7 @@ CASES = {  # name -> (config, data.objective)
     "bert without pairs": (config_of("bert"), "none"),
     "roberta": (config_of("roberta"), "none"),
     "roberta with [PAD] at 9": (config_of("roberta", pad_token_id=9), "none"),
+    "roberta with relu": (config_of("roberta", hidden_act="relu"), "none"),  # but its head has gelu
     "albert": (config_of("albert", **ALBERT), "sop"),
     "albert of two groups": (config_of("albert", **ALBERT, num_hidden_groups=2), "sop"),
     "albert without pairs": (config_of("albert", embedding_size=None), "none"),
@@ -165,11 +166,11 @@ def test_the_path_of_a_gpu_and_gradient_checkpointing_change_nothing(
 ELECTRA = config_of("electra", embedding_size=24, generator_size=0.5)
 
 
-@pytest.fixture
-def electra(vocabulary) -> Electra:
+@pytest.fixture(params=["gelu", "relu"])
+def electra(request, vocabulary) -> Electra:
     """A model whose every parameter counts."""
     torch.manual_seed(0)
-    model = Electra(ELECTRA, len(vocabulary))
+    model = Electra(replace(ELECTRA, hidden_act=request.param), len(vocabulary))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
@@ -326,6 +327,17 @@ def test_electra_has_as_many_parameters_as_the_published_ones(sizes, share, want
     assert count(model) == sum(wanted) - shared
 
 
+@pytest.mark.parametrize("share", [0.25, 0.3, 0.33, 0.333, 0.7])
+@pytest.mark.parametrize("width", [256, 768])
+def test_the_sizes_of_a_generator_follow_from_its_width(width: int, share: float) -> None:
+    """So that a reader of the export, who sees the widths only, finds them."""
+    config = config_of("electra", hidden_size=width, num_attention_heads=4, generator_size=share)
+    generator = config.generator
+    assert generator.hidden_size == round(share * width)
+    again = replace(config, generator_size=generator.hidden_size / width).generator
+    assert replace(again, generator_size=share) == generator
+
+
 # -------------------------------------------------------------------------------------- sizes
 
 PUBLISHED = [  # family, sizes, vocabulary, parameters of the encoder with its pooler
@@ -387,6 +399,16 @@ def test_the_config_of_transformers_leads_there_and_back(case) -> None:
     found = ModelConfig(**read_hf_config(settings, "config.json"))
     config = replace(config, embedding_size=found.embedding_size)  # null: the hidden size
     assert found == config and found.embedding_width == config.embedding_width
+
+
+def test_null_in_the_config_of_transformers_counts_as_missing() -> None:
+    settings = hf_config(asdict(config_of("roberta")), 100, "RobertaForMaskedLM")
+    for name in ("pad_token_id", "hidden_dropout_prob", "layer_norm_eps", "type_vocab_size"):
+        nulls = settings | {name: None, "tie_word_embeddings": None, "inner_group_num": None}
+        settings.pop(name)
+        assert name not in read_hf_config(nulls, "config.json")
+        found = read_hf_config(nulls, "config.json")
+        assert found | {"extra": {}} == read_hf_config(settings, "config.json") | {"extra": {}}
 
 
 ALONE = ("model.architecture=electra", "data.objective=none")
