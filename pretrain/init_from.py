@@ -188,7 +188,8 @@ def read_pieces(folder: Path) -> list[str] | None:
     """
     text, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
     if text.exists():
-        return read_utf8(text, ADVICE).removesuffix("\n").split("\n")
+        lines = read_utf8(text, ADVICE).replace("\r\n", "\n")
+        return lines.removesuffix("\n").split("\n")
     if not tokenizer.exists():
         return None
     shape = {"model": {"type?": str, "vocab": ({str: COUNT}, list)}}

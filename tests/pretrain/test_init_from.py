@@ -346,7 +346,10 @@ def test_another_order_of_pieces_takes_each_row_along(folder, prepared) -> None:
     assert "of its vocabulary 1,024 pieces, and 0 new ones" in said
 
 
-def test_the_layout_of_bert_base_chinese_is_taken_as_it_is(prepared, vocab_dir, tmp_path) -> None:
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_layout_of_bert_base_chinese_is_taken_as_it_is(
+    prepared, vocab_dir, tmp_path, end: str
+) -> None:
     """[PAD] at 0, [unused1] to [unused99], then [UNK], [CLS], [SEP] and [MASK] at 100 to 103; a
     `vocab.txt` without a last end of line, and lower case set nowhere."""
     unused = [f"[unused{i}]" for i in range(1, 100)]
@@ -359,7 +362,7 @@ def test_the_layout_of_bert_base_chinese_is_taken_as_it_is(prepared, vocab_dir, 
     (other / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
     folder = save_peer(tmp_path / "in", "BertForMaskedLM", other)
     (folder / "tokenizer.json").unlink(), (folder / "tokenizer_config.json").unlink()
-    (folder / "vocab.txt").write_text("\n".join(pieces), encoding="utf-8")
+    (folder / "vocab.txt").write_bytes(end.join(pieces).encode())
     here = (f"init_from={folder}", "vocab.size=null", "data.objective=none")
     prepare_here(prepared, tmp_path / "data", *here)
     vocabulary = read_vocabulary(tmp_path / "data/vocab")
