@@ -4,6 +4,7 @@ A rank that decided by itself would skip a step that the others make, or wait fo
 stopped.
 """
 
+import platform
 import socket
 from collections.abc import Sequence
 from signal import Signals
@@ -62,20 +63,28 @@ def name_signal(counts: Sequence[float]) -> Signals | None:
     return next((number for number, count in zip(CAUGHT, counts, strict=True) if count), None)
 
 
+def processor(device: torch.device) -> str:
+    """Name the kind of processor that computes; two of one kind round alike."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
 def explain_difference(model: nn.Module, accelerator: Accelerator) -> str:
     """Compare the weights of all ranks, unless each holds its shard only (a collective call).
 
-    model: float32. Sums of the bits do not depend on the order of addition, so that GPUs of
-    different kinds have the same.
+    model: float32. Sums of the bits do not depend on the order of addition. Ranks on another kind
+    of processor than rank 0 are left out: it may round otherwise.
     Returns "", or the error message that names a rank with other weights than rank 0.
     """
     if accelerator.num_processes == 1 or asks_for_shards():
         return ""
     parameters = (parameter.detach() for parameter in model.parameters())
     bits = sum(p.view(torch.int32).sum(dtype=torch.int64) for p in parameters).item()
-    (_, first), *others = gather_object([(socket.gethostname(), bits)])
-    for rank, (host, other) in enumerate(others, 1):
-        if other != first:
+    mine = socket.gethostname(), processor(accelerator.device), bits
+    (_, kind, first), *others = gather_object([mine])
+    for rank, (host, other_kind, other) in enumerate(others, 1):
+        if other_kind == kind and other != first:
             return (
                 f"rank {rank} on {host} has other weights than rank 0, so no checkpoint is "
                 "written; the memory or the GPU of one of them is at fault. Start the same command "

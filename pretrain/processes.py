@@ -18,6 +18,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore, init_process_group
 
 from data_pipeline.common.errors import UserError
@@ -25,6 +26,8 @@ from data_pipeline.common.signals import die_with_launcher
 from data_pipeline.sampling.batches import count_passes
 from pretrain.config import Config, Phase, TrainConfig
 from pretrain.models.cpu import configure_cpu, cpu_supports
+
+PATIENCE = timedelta(days=7)  # for one rank that hashes a store, at 100 MB/s or less
 
 
 def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:
@@ -110,15 +113,25 @@ def stop_all(message: str, accelerator: Accelerator | PartialState) -> NoReturn:
 
 def check_on_each_machine(function: Callable[[], object]) -> None:
     """Call a function on one rank of each machine (a collective call); a `UserError` in any of them
-    stops all."""
+    stops all.
+
+    The others wait for it however long it takes, unlike in other collective calls.
+    """
     state, message = PartialState(), None
+    messages = [None] * state.num_processes
+    patient = dist.new_group(backend="gloo", timeout=PATIENCE) if len(messages) > 1 else None
     if state.is_local_main_process:
         try:
             function()
         except UserError as error:
             message = str(error)
-    if messages := list(filter(None, gather_object([message]))):
-        stop_all(messages[0], state)
+    if patient:
+        dist.all_gather_object(messages, message, patient)
+        dist.destroy_process_group(patient)
+    else:
+        messages = [message]
+    if any(messages):
+        stop_all(next(filter(None, messages)), state)
 
 
 def share_from_main(function: Callable[[], object], accelerator: Accelerator) -> object:

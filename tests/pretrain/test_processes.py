@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import TWO_STEPS, run, train_here
+from helpers import TWO_STEPS, command, fork, run, train_here
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,30 @@ def test_a_rank_with_other_data_is_named_and_one_with_a_copy_is_not(
     done = run(prepared, tmp_path / "run", *TWO_STEPS, processes=2, rank_1=other)
     assert done.returncode != 0
     assert "data_sha256 is '00000000" in done.stderr
+
+
+SLOW_CHECK = """
+import os, runpy, time
+import data_pipeline.sampling.soundness as soundness
+real = soundness.hash_file
+def planted(path, *arguments):
+    time.sleep(12 * (path.name == "tokens.npy" and "train" in str(path)))
+    return real(path, *arguments)
+soundness.hash_file = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_ranks_wait_for_the_first_check_of_a_store_however_long_it_takes(
+    prepared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    (tmp_path / "data/checked.json").unlink(missing_ok=True)
+    options = (*TWO_STEPS, f"data_dir={tmp_path}/data", "train.timeout_s=8")
+    words = ["-c", SLOW_CHECK, *command(prepared, tmp_path / "run", *options)[2:]]
+    done = fork(words, words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "data/checked.json").exists()
 
 
 def test_a_single_process_says_nothing_of_ranks(prepared: Path, tmp_path: Path, capsys) -> None:
