@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -191,13 +192,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found
 
 
-def last_good(folder: Path, latest: float = math.inf) -> Path | None:
+def last_good(
+    folder: Path, latest: float = math.inf, passed_over: Sequence[int] = ()
+) -> Path | None:
     """Find the newest intact checkpoint whose last step was not skipped, or None.
 
-    latest: the most steps that it may have.
+    latest: the most steps that it may have. passed_over: steps whose weights a run has dropped.
     """
     for checkpoint in reversed(list_checkpoints(folder)):
-        if int(NAME.fullmatch(checkpoint.name)[1]) <= latest and find_fault(checkpoint) is None:
+        step = int(NAME.fullmatch(checkpoint.name)[1])
+        if step <= latest and step not in passed_over and find_fault(checkpoint) is None:
             if not read_state(checkpoint).get("monitor", {}).get("in_a_row"):
                 return checkpoint
     return None

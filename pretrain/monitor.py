@@ -43,6 +43,7 @@ class Monitor:
     ):
         fresh = {"skipped": 0, "in_a_row": 0, "norms": [], "said": [], "loss": 0.0}
         fresh |= {"losses": [], "above": 0, "rollbacks": 0, "went_back_to": None}
+        fresh["rolled_back_at"] = 0
         self.state = fresh | state
         self.train, self.log_line, self.entropy = train, log_line, unigram_entropy(counts)
         self.guessing = math.log(len(counts))
@@ -113,7 +114,18 @@ class Monitor:
             "the steps since then are passed over"
         )
         rollbacks = self.state["rollbacks"] + 1
-        self.state |= {"above": 0, "rollbacks": rollbacks, "went_back_to": to}
+        self.state |= {
+            "above": 0,
+            "rollbacks": rollbacks,
+            "went_back_to": to,
+            "rolled_back_at": done,
+        }
+
+    @property
+    def passed_over(self) -> range:
+        """The steps after the checkpoint that the run went back to last, up to where it did."""
+        to = self.state["went_back_to"]
+        return range(int(to[-8:]) + 1, self.state["rolled_back_at"] + 1) if to else range(0)
 
     @property
     def is_sick(self) -> bool:

@@ -83,6 +83,7 @@ def train(config: Config) -> None:
         counts = count_asked(run.bare.objectives, micro_batches, accelerator)
         sums = torch.zeros(record.sums.shape, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(micro_batches):
+            mark()
             number = accelerator.process_index * len(micro_batches) + i
             torch.manual_seed(dropout_seed(config.seed, step, number))
             last = i == len(micro_batches) - 1
@@ -202,7 +203,8 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
         return monitor.accept_spike(done)
     latest = done - 2 * SPIKE_STEPS  # damage can be older than the loss that shows it
     good = share_from_main(
-        lambda: run.main and last_good(run.run_dir / "checkpoints", latest), run.accelerator
+        lambda: run.main and last_good(run.run_dir / "checkpoints", latest, monitor.passed_over),
+        run.accelerator,
     )
     if action == "rollback" and good and good.name != monitor.state["went_back_to"]:
         load_model(good, run.bare)

@@ -187,6 +187,16 @@ def test_weights_that_differ_by_a_bit_on_one_rank_are_not_saved(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+def test_weights_may_differ_between_kinds_of_processors(prepared: Path, tmp_path: Path) -> None:
+    flip = "weights.view(torch.int32)[7] ^= int(os.environ['RANK'])"
+    kinds = "import os, pretrain.agreement as agreement\n"
+    kinds += "agreement.processor = lambda device: os.environ['RANK']"
+    script = kinds + SPOIL.format(fault=flip)
+    words = ["-c", script, *command(prepared, tmp_path, "train.micro_batch_size=8")[2:]]
+    done = fork(words, words)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_run_that_has_diverged_is_not_exported(prepared: Path, tmp_path: Path) -> None:
     """Nor when the same command is given again, which has nothing left to train."""
     for _ in "ab":
@@ -259,13 +269,14 @@ def test_a_run_that_is_killed_around_a_spike_goes_on_to_the_same_end(
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.parametrize("every", [1, 4])  # with 1, newer checkpoints hold what was dropped
 def test_a_second_spike_after_the_same_checkpoint_stops_the_run(
-    prepared: Path, tmp_path: Path, monkeypatch
+    prepared: Path, tmp_path: Path, monkeypatch, every: int
 ) -> None:
     shorten(monkeypatch)
     raise_loss(monkeypatch, 6, 7, 9, 10)
     with pytest.raises(UserError, match="2 steps to 11 is more than 1 nats .*/step-00000004. Low"):
-        train_here(prepared, tmp_path, "train.save_every=4", "train.keep_every=12")
+        train_here(prepared, tmp_path, f"train.save_every={every}", "train.keep_checkpoints=12")
     assert not (tmp_path / "export").exists()
 
 

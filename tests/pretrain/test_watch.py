@@ -26,8 +26,20 @@ loop.dropout_seed = planted
 runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
 """
 OPTIONS = ("train.micro_batch_size=8", "train.timeout_s=20")
+SLOW = "time.sleep(1.5)"
 KILL, STOP = (f"os.kill(os.getpid(), signal.SIG{name})" for name in ("KILL", "STOP"))
 HANG = "time.sleep(1000)"
+
+
+def test_a_step_may_take_longer_than_ranks_wait_for_each_other(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """Its four passes take 6 s, and a rank that does not go on ends after 4 s."""
+    options = ("train.micro_batch_size=2", "train.timeout_s=8")
+    scripts = (FAULT.format(rank=rank, fault=SLOW) for rank in (0, 1))
+    words = command(prepared, tmp_path, *options)[2:]
+    done = fork(*(["-c", script, *words] for script in scripts))
+    assert done.returncode == 0, done.stderr
 
 
 def error_lines(stderr: str) -> list[str]:
