@@ -4,6 +4,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +34,14 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it ended before
             os.kill(os.getpid(), number)
+
+
+def start_thread(function: Callable, *arguments) -> Future:
+    """Call a function in a thread of its own; the process does not end before it returns."""
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(function, *arguments)
+    threads.shutdown(wait=False)
+    return future
 
 
 def progress_bar(

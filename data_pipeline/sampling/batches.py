@@ -15,12 +15,14 @@ Nothing in this depends on the batches before it. So workers, ranks and restarts
 data, there is no loader state to save, and a resumed run just asks for step k.
 
 The pairs of an epoch are drawn in one go, or in several epoch parts where the corpus is too large
-for that. A batch holds its sequences end to end, without padding.
+for that; a thread draws the next part while the second half of one is trained on. A batch holds its
+sequences end to end, without padding.
 """
 
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -30,6 +32,7 @@ import numpy as np
 import torch
 
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
+from data_pipeline.common.system import start_thread
 from data_pipeline.config import PairsConfig, check
 from data_pipeline.sampling.masking import SPANS, choose_words, replace_tokens, starts_span
 from data_pipeline.sampling.pairs import (
@@ -119,7 +122,7 @@ class BatchSource:
     """Build the batches of a run from one split of a token store, for any step and rank.
 
     Keeps three results that would take time to compute again, and gives the same batches without
-    them: the pairs drawn last (`drawn_parts`), the sizes of all epoch parts drawn so far
+    them: the pairs drawn last or next (`drawn_parts`), the sizes of all epoch parts drawn so far
     (`part_sizes`), and the sequences built last for `step` (`built`).
     """
 
@@ -129,7 +132,7 @@ class BatchSource:
         self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
         self.segments = cut_segments(store, self.max_tokens) if self.n_parts == 1 else None
         self.part_sizes: list[int] = []  # examples in each part
-        self.drawn_parts: dict[int, np.ndarray] = {}  # at most two: a step may need the next one
+        self.drawn_parts: dict[int, Future] = {}  # at most two: a step may need the next one
         self.built: tuple[tuple, Batch] | None = None  # what the batch is for, and the batch
 
     def epoch_part(self, number: int) -> np.ndarray:
@@ -137,11 +140,18 @@ class BatchSource:
 
         Parts are numbered through the run: epoch e has the parts `parts_of(e)`.
         """
+        self.start_part(number)
+        return self.drawn_parts[number].result()
+
+    def start_part(self, number: int) -> None:
+        """Start to draw the pairs of an epoch part in a thread, for which `epoch_part` waits.
+
+        numpy lets others work meanwhile, so that steps go on.
+        """
         if number not in self.drawn_parts:
             for old in self.drawn_parts.keys() - {number - 1}:
                 del self.drawn_parts[old]
-            self.drawn_parts[number] = self.draw_part(number)
-        return self.drawn_parts[number]
+            self.drawn_parts[number] = start_thread(self.draw_part, number)
 
     def free_pairs(self) -> None:
         """Free the memory of the pairs; those that are asked for again are drawn again."""
@@ -196,10 +206,7 @@ class BatchSource:
 
         Returns their pairs, a `PAIR` array, and the random stream of each, uint64 (count,).
         """
-        number = 0
-        while start >= self.part_size(number):
-            start -= self.part_size(number)
-            number += 1
+        number, start = self.locate(start)
         parts, streams = [], []
         while count > 0:
             part = self.epoch_part(number)[start : start + count]
@@ -213,6 +220,14 @@ class BatchSource:
             count -= len(part)
             start, number = 0, number + 1
         return np.concatenate(parts), np.concatenate(streams)
+
+    def locate(self, start: int) -> tuple[int, int]:
+        """Find the epoch part of example `start` of the run, and its place there."""
+        number = 0
+        while start >= self.part_size(number):
+            start -= self.part_size(number)
+            number += 1
+        return number, start
 
     def batch(self, start: int, count: int) -> Batch:
         """Build the batch of examples [start, start + count) of the run."""
@@ -249,6 +264,9 @@ class BatchSource:
         key = (block, global_batch_size, offset, size)
         if self.built is None or self.built[0] != key:
             steps = range(block * together, (block + 1) * together)
+            number, start = self.locate(steps[0] * global_batch_size)
+            if 2 * start >= self.part_size(number):
+                self.start_part(number + 1)
             parts = [self.examples(k * global_batch_size + offset, size) for k in steps]
             pairs, streams = map(np.concatenate, zip(*parts, strict=True))
             self.built = key, build_batch(self.store, self.data, pairs, streams)

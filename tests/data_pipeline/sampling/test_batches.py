@@ -365,6 +365,54 @@ def test_steps_go_on_over_parts_and_epochs(many) -> None:
     assert list(cold.drawn_parts) == [3]  # known sizes: nothing before is drawn
 
 
+def test_the_next_part_is_drawn_while_the_second_half_of_one_is_trained_on(
+    many, monkeypatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.sampling.batches.BLOCK_TOKENS", 1)
+    cold, ahead = in_parts(many, 3), in_parts(many, 3)
+    sizes = [cold.part_size(number) for number in range(3)]
+    ahead.recall_sizes(sizes)
+    may_draw, drawn, draw_part = threading.Event(), [], ahead.draw_part
+
+    def draw_late(number: int) -> np.ndarray:
+        assert number == 1 or may_draw.wait(10)
+        drawn.append(number)
+        return draw_part(number)
+
+    ahead.draw_part = draw_late
+
+    def step(source: BatchSource, example: int) -> Batch:
+        return source.step(example // 4, 4, 4, 0, 1)[0]
+
+    half, end = sizes[0] + sizes[1] // 2, sizes[0] + sizes[1]
+    assert same(step(ahead, half - 8), step(cold, half - 8))
+    assert drawn == [1] and list(ahead.drawn_parts) == [1]
+    assert same(step(ahead, half + 8), step(cold, half + 8))  # although the next is not drawn yet
+    assert drawn == [1] and list(ahead.drawn_parts) == [1, 2]
+    may_draw.set()
+    ahead.drawn_parts[2].result()
+    assert same(step(ahead, end + 4), step(cold, end + 4)) and drawn == [1, 2]
+    assert list(ahead.drawn_parts) == [1, 2]
+
+
+def test_an_error_in_drawing_ahead_is_raised_where_the_part_begins(many, monkeypatch) -> None:
+    monkeypatch.setattr("data_pipeline.sampling.batches.BLOCK_TOKENS", 1)
+    source = in_parts(many, 3)
+    size, draw_part = source.part_size(0), source.draw_part
+
+    def fail(number: int) -> np.ndarray:
+        if number == 1:
+            raise MemoryError("no room for part 1")
+        return draw_part(number)
+
+    source.draw_part = fail
+    for step in range(size // 4):
+        source.step(step, 4, 4, 0, 1)
+    assert source.drawn_parts[1].exception()
+    with pytest.raises(MemoryError, match="part 1"):
+        source.step(size // 4 + 1, 4, 4, 0, 1)
+
+
 def test_parts_of_a_store_read_what_the_store_has_there(many) -> None:
     (documents,) = deal_documents(many, 1, np.uint64(0))
     assert documents[0, 0] == 0 and documents[-1, 1] == many.n_documents
