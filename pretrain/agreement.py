@@ -21,17 +21,20 @@ from pretrain.sharding import asks_for_shards
 from pretrain.watch import mark
 
 
-def agree_on_step(sums: Tensor, norm: Tensor, accelerator: Accelerator) -> Tensor:
+def agree_on_step(
+    sums: Tensor, norm: Tensor, stop: Signals | None, accelerator: Accelerator
+) -> Tensor:
     """Add up what a step has found over all ranks, for `read_step` (a collective call).
 
     sums: float64 (objectives, ROW).
     norm: scalar, the gradient norm, which is the same on all ranks unless one of them is sick.
+    stop: the signal that this rank has to stop on, if any.
     Returns float64: the mean of the norms, which is not finite if that of any rank is not; the
     signals that ranks have caught; and the sums. The host need not wait for it.
     """
     # exact: float64 holds the sum of some million equal float32
     norm = norm.double().view(1) / accelerator.num_processes
-    return accelerator.reduce(torch.cat([norm, flag_signal(accelerator), sums.flatten()]))
+    return accelerator.reduce(torch.cat([norm, flag_signal(stop, accelerator), sums.flatten()]))
 
 
 def read_step(found: Tensor) -> tuple[Tensor, float, Signals | None]:
@@ -49,12 +52,12 @@ def agree_on_signal(accelerator: Accelerator) -> Signals | None:
     mark()
     if accelerator.num_processes == 1:
         return received_signal()
-    return name_signal(accelerator.reduce(flag_signal(accelerator)).tolist())
+    return name_signal(accelerator.reduce(flag_signal(received_signal(), accelerator)).tolist())
 
 
-def flag_signal(accelerator: Accelerator) -> Tensor:
-    """Tell which signal this rank has caught: float64, 0 or 1 for each of `CAUGHT`."""
-    flags = [float(number == received_signal()) for number in CAUGHT]
+def flag_signal(stop: Signals | None, accelerator: Accelerator) -> Tensor:
+    """Tell which signal this rank has to stop on: float64, 0 or 1 for each of `CAUGHT`."""
+    flags = [float(number == stop) for number in CAUGHT]
     return send(torch.tensor(flags, dtype=torch.float64), accelerator.device)
 
 

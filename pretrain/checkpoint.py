@@ -1,10 +1,11 @@
 """Save and load the state of a run, atomically.
 
 `checkpoints/step-00001000/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and,
-written last, `manifest.json` with the sha256 of the others. A checkpoint is written to a
-temporary folder, synced and renamed. A run renames one that does not match its manifest to
-`.corrupt`, and uses the checkpoint before it. It holds no pickle, and no generator state, since all
-random numbers are a function of the step.
+written last, `manifest.json` with the sha256 of the others. The loop only copies the tensors. A
+thread writes the copies to a temporary folder, hashes and syncs what it has written, renames the
+folder, and only then removes older checkpoints. A run renames one that does not match its manifest
+to `.corrupt`, and uses the checkpoint before it. It holds no pickle, and no generator state, since
+all random numbers are a function of the step.
 """
 
 import json
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import COUNT, SHA256, check_regular, read_json
+from data_pipeline.common.system import start_thread
 from pretrain.sharding import shard_like, unshard
 from pretrain.tracking import to_json
 
@@ -51,23 +54,39 @@ def save_checkpoint(
     keep: int,
     keep_every: int | None = None,
     writes: bool = True,
-) -> Path:
-    """Write `folder/step-N` for `state["step"]` = N, then remove all but the newest `keep`, and
-    those of every `keep_every`th step.
+) -> Future | None:
+    """Copy the state of a run, and start a thread that writes it by `write_checkpoint`.
 
-    A collective call, since tensors may be sharded; only the process with `writes` writes.
+    A collective call, since tensors may be sharded; only the process with `writes` writes, and gets
+    a future of the folder. All may go on training at once.
+    """
+    tensors = [tensors_of(model.state_dict(), writes)]
+    tensors.append(tensors_of(optimizer_state(model, optimizers), writes))
+    if not writes:
+        return None
+    final, text = folder / f"step-{state['step']:08d}", to_json(state, indent=1) + "\n"
+    return start_thread(write_checkpoint, final, *tensors, text, keep, keep_every)
+
+
+def write_checkpoint(
+    final: Path,
+    model_tensors: dict[str, torch.Tensor],
+    optimizer_tensors: dict[str, torch.Tensor],
+    state: str,
+    keep: int,
+    keep_every: int | None,
+) -> Path:
+    """Write the checkpoint `final`, then remove all but the newest `keep` of its folder, and those
+    of every `keep_every`th step.
+
     Raises `UserError` if a tensor is not finite, or if writing fails, as on a full disk; earlier
     checkpoints stay.
     """
-    model_tensors = tensors_of(model.state_dict(), writes)
-    optimizer_tensors = tensors_of(optimizer_state(model, optimizers), writes)
-    final = folder / f"step-{state['step']:08d}"
-    if not writes:
-        return final
+    folder = final.parent
     if sick := name_not_finite(model_tensors | optimizer_tensors):
         good = last_good(folder)
         raise UserError(
-            f"{sick} is not finite at step {state['step']:,}, so no checkpoint is written; the "
+            f"{sick} is not finite at step {step_of(final):,}, so no checkpoint is written; the "
             f"last good one is {good.name if good else 'none'}. Lower train.learning_rate or "
             "lengthen train.warmup_steps, in another run_dir"
         )
@@ -82,7 +101,7 @@ def save_checkpoint(
             raise OSError("disk full")
         save_file(model_tensors, temporary / FILES[0])
         save_file(optimizer_tensors, temporary / FILES[1])
-        (temporary / FILES[2]).write_text(to_json(state, indent=1) + "\n")
+        (temporary / FILES[2]).write_text(state)
         for name in FILES[:2]:  # safetensors lets nobody else read its files
             (temporary / name).chmod((temporary / FILES[2]).stat().st_mode)
         manifest = {name: hash_file(temporary / name) for name in FILES}
@@ -99,9 +118,14 @@ def save_checkpoint(
     temporary.rename(final)
     sync(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        if not keep_every or int(NAME.fullmatch(old.name)[1]) % keep_every:
+        if not keep_every or step_of(old) % keep_every:
             shutil.rmtree(old)
     return final
+
+
+def step_of(checkpoint: Path) -> int:
+    """Read the number of steps done from the name of a checkpoint."""
+    return int(NAME.fullmatch(checkpoint.name)[1])
 
 
 def name_not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
@@ -110,9 +134,10 @@ def name_not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
 
 
 def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Gather unsharded tensors on the CPU, one at a time; returns none of them unless `keep`."""
+    """Copy unsharded tensors to the CPU, one at a time; returns none of them unless `keep`."""
     tensors = ((name, unshard(tensor.detach())) for name, tensor in state.items())
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors if keep}
+    # a copy on a CPU too, since the next steps change the tensors while they are written
+    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors if keep}
 
 
 def optimizer_state(
@@ -200,7 +225,7 @@ def last_good(
     latest: the most steps that it may have. passed_over: steps whose weights a run has dropped.
     """
     for checkpoint in reversed(list_checkpoints(folder)):
-        step = int(NAME.fullmatch(checkpoint.name)[1])
+        step = step_of(checkpoint)
         if step <= latest and step not in passed_over and find_fault(checkpoint) is None:
             if not read_state(checkpoint).get("monitor", {}).get("in_a_row"):
                 return checkpoint

@@ -2,8 +2,10 @@
 resume from."""
 
 import os
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from signal import Signals
 from typing import TextIO
 
 import torch
@@ -18,6 +20,7 @@ from data_pipeline.common.folders import (
     check_space,
 )
 from data_pipeline.common.reading import read_json
+from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import PROBES_FILE, check
 from data_pipeline.sampling.batches import BatchSource
@@ -72,6 +75,7 @@ class Run:
     optimizers: list[torch.optim.Optimizer]
     state: dict  # what a checkpoint holds besides tensors
     lock: TextIO
+    writing: Future | None = None  # the checkpoint that the main process writes, or wrote last
 
     @property
     def run_dir(self) -> Path:
@@ -86,6 +90,12 @@ class Run:
     def is_evaluated(self) -> bool:
         """Tell whether there is anything to evaluate the model by."""
         return bool(self.held_out or self.probes)
+
+    def stop_signal(self) -> Signals | None:
+        """Return the signal that this process has caught, or SIGTERM where its last checkpoint
+        could not be written, or None: all ranks have to stop on it."""
+        failed = self.writing and self.writing.done() and self.writing.exception()
+        return received_signal() or (Signals.SIGTERM if failed else None)
 
     def announce_stop(self) -> None:
         """Write beside the lock that a signal is stopping the run, so that the next start waits."""
@@ -173,7 +183,7 @@ def check_resources(config: Config, vocab_size: int) -> None:
     """Raise `UserError` if memory cannot hold the weights, gradients and moments of a model, or the
     disk its checkpoints, without building it."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available():
+    if on_gpu := torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             memory *= int(os.environ.get("WORLD_SIZE", 1))
@@ -181,7 +191,9 @@ def check_resources(config: Config, vocab_size: int) -> None:
         memory = machine_memory() // ranks
     train = config.train
     copies = 3 if train.optimizer == "muon" else 4  # Muon has one moment of a matrix
-    number = check_memory(config.model, vocab_size, config.data.objective, copies, memory)
+    # on a CPU also what the main process copies for a checkpoint: all but the gradients
+    held = copies if on_gpu else copies + (copies - 1) / ranks
+    number = check_memory(config.model, vocab_size, config.data.objective, held, memory)
     there = sum(p.stat().st_size for p in Path(config.run_dir).glob("checkpoints/step-*/*"))
     wanted = 4 * (copies - 1) * number * count_kept(train) - there
     check_space(Path(config.run_dir), wanted, "a run with its checkpoints", "run_dir")

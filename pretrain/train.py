@@ -95,7 +95,7 @@ def train(config: Config) -> None:
             sums += rows.detach()
         norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf)
         rate = learning_rate(step - phase.schedule_start, phase.train)
-        found = agree_on_step(sums, norm, accelerator)  # so all ranks decide alike
+        found = agree_on_step(sums, norm, run.stop_signal(), accelerator)  # all decide alike
         update(run.optimizers, rate, found[0])
         sums, grad_norm, stop = read_step(found)  # the host waits here, and nowhere else in a step
         if record.monitor.has_finite_gradient(step, grad_norm):
@@ -188,6 +188,7 @@ def answer_trouble(run: Run, record: Record, step: int, loss: float) -> None:
 def abort_run(run: Run, record: Record, step: int) -> NoReturn:
     """Stop all ranks after too many steps in a row without a finite gradient."""
     record.bar.close()
+    finish_writing(run)
     stop_all(record.monitor.explain_skips(step, run.run_dir) if run.main else "", run.accelerator)
 
 
@@ -201,6 +202,7 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
     monitor, action = record.monitor, run.config.train.on_spike
     if action == "warn":
         return monitor.accept_spike(done)
+    finish_writing(run)
     latest = done - 2 * SPIKE_STEPS  # damage can be older than the loss that shows it
     good = share_from_main(
         lambda: run.main and last_good(run.run_dir / "checkpoints", latest, monitor.passed_over),
@@ -247,10 +249,10 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
             refresh_report(run.run_dir, record.log_line)
 
 
-def save_run(run: Run, record: Record, done: int) -> Path:
-    """Write a checkpoint (a collective call); returns its folder.
+def save_run(run: Run, record: Record, done: int) -> None:
+    """Start to write a checkpoint when the one before it is written (a collective call).
 
-    Stops all ranks if that fails, or if their weights differ.
+    Stops all ranks if that has failed, or if their weights differ.
     """
     sizes = [source.part_sizes for source in run.sources]
     run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
@@ -261,16 +263,22 @@ def save_run(run: Run, record: Record, done: int) -> Path:
     kept = keep, settings.keep_every
     tensors = run.bare, run.optimizers
     with record.clock.paused():
+        finish_writing(run)
         if difference := explain_difference(run.bare, run.accelerator):
             stop_all(difference, run.accelerator)
-        return share_from_main(
-            lambda: save_checkpoint(folder, *tensors, run.state, *kept, run.main), run.accelerator
-        )
+        run.writing = save_checkpoint(folder, *tensors, run.state, *kept, run.main)
+
+
+def finish_writing(run: Run) -> Path | None:
+    """Wait until the last checkpoint of this start is on disk (a collective call); returns its
+    folder, or None before the first. Stops all ranks if it could not be written."""
+    return share_from_main(lambda: run.writing and run.writing.result(), run.accelerator)
 
 
 def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
     """Write a checkpoint and end all ranks, after a signal."""
-    saved = save_run(run, record, done)
+    save_run(run, record, done)
+    saved = finish_writing(run)
     record.bar.close()
     message = ""
     if run.main:
@@ -288,6 +296,7 @@ def finish(run: Run, record: Record) -> None:
     Stops all ranks instead if the run has diverged.
     """
     record.bar.close()
+    finish_writing(run)
     state, run_dir = run.state, run.run_dir
     why_not = record.monitor.explain_divergence(state["evaluation"])
     leave(run)  # so that nobody waits for the main process, or fails with it

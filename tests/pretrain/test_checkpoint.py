@@ -2,13 +2,16 @@
 
 import errno
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 from helpers import assert_same_run, contents, fork, metrics, newest, run, train_here
 
+import pretrain.checkpoint
 from data_pipeline.common.errors import UserError
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
+from pretrain.optim import learning_rate
 
 
 @pytest.fixture
@@ -30,6 +33,61 @@ def damage_all(run_dir: Path) -> None:
 
 def without_locks(run_dir: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(run_dir).items() if name != "lock"}
+
+
+# ------------------------------------------------------------------------------ writing
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_older_ones_go_after_it(
+    prepared: Path, straight: Path, tmp_path: Path, monkeypatch
+) -> None:
+    two_steps_later, seen, real = threading.Event(), [], pretrain.checkpoint.save_file
+
+    def save_late(tensors: dict, path: Path) -> None:
+        assert "step-00000008" not in str(path) or two_steps_later.wait(60)
+        real(tensors, path)
+
+    def rate(step: int, *others) -> float:
+        if step == 10:
+            two_steps_later.set()
+        return learning_rate(step, *others)
+
+    def note(path: Path) -> None:
+        seen.append((path.name, [p.name[-2:] for p in list_checkpoints(tmp_path / "checkpoints")]))
+
+    monkeypatch.setattr("pretrain.checkpoint.save_file", save_late)
+    monkeypatch.setattr("pretrain.train.learning_rate", rate)
+    monkeypatch.setattr("pretrain.checkpoint.sync", note)
+    train_here(prepared, tmp_path, "train.save_every=4")
+    assert_same_run(tmp_path, straight)
+    written = Path("checkpoints/step-00000008/model.safetensors")
+    assert (tmp_path / written).read_bytes() == (straight / written).read_bytes()
+    assert [names for name, names in seen if name == "step-00000008.tmp"] == [["04"]]
+    renamed = [names for name, names in seen if name == "checkpoints"]
+    assert renamed == [["04"], ["04", "08"], ["04", "08", "12"]]
+    assert [p.name[-2:] for p in list_checkpoints(tmp_path / "checkpoints")] == ["08", "12"]
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_soon(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    failed, steps = threading.Event(), []
+
+    def fail(*_) -> None:
+        failed.set()
+        raise OSError("disk full")
+
+    def rate(step: int, *others) -> float:
+        steps.append(step)
+        assert step < 4 or failed.wait(60)
+        return learning_rate(step, *others)
+
+    monkeypatch.setattr("pretrain.checkpoint.save_file", fail)
+    monkeypatch.setattr("pretrain.train.learning_rate", rate)
+    with pytest.raises(UserError, match="no checkpoint at .*step-00000004: disk full"):
+        train_here(prepared, tmp_path, "train.save_every=4")
+    assert 4 in steps and steps[-1] < 7
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 # ------------------------------------------------------------------------------ damage

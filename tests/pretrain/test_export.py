@@ -118,7 +118,7 @@ def run_dir(prepared: Path, store: TokenStore, tmp_path_factory: pytest.TempPath
     for step in (4, 8):
         state = {"step": step, "evaluation": {"eval/mlm_loss": 5.25}, "contract": contract}
         model = build(len(store.vocabulary), replace(config.model, initializer_range=step / 100))
-        save_checkpoint(run_dir / "checkpoints", model, [], state, keep=2)
+        save_checkpoint(run_dir / "checkpoints", model, [], state, keep=2).result()
     OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
     return run_dir
 
@@ -643,7 +643,7 @@ def test_a_run_without_pairs_exports_no_untrained_head(prepared, tmp_path, vocab
 
 def test_a_checkpoint_with_untrained_heads_goes_on_without_them(tmp_path, vocabulary) -> None:
     whole = build(len(vocabulary))
-    folder = save_checkpoint(tmp_path, whole, [], {"step": 1}, keep=1)
+    folder = save_checkpoint(tmp_path, whole, [], {"step": 1}, keep=1).result()
     bare = PretrainingModel(TINY, len(vocabulary), objectives_of("none"))
     load_model(folder, bare)
     kept = whole.state_dict()

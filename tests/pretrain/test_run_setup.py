@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from helpers import fork, newest, run
 
 from data_pipeline.common.errors import UserError
-from pretrain.config import ModelConfig, TrainConfig, count_kept
+from data_pipeline.config import load_config
+from pretrain.config import Config, ModelConfig, TrainConfig, count_kept
 from pretrain.models.build import check_memory, model_of
+from pretrain.run_setup import check_resources
 from pretrain.word_vectors import word_vectors
 
 
@@ -87,3 +89,19 @@ def test_no_more_checkpoints_are_reckoned_with_than_a_run_saves(
         max_steps=1000 * saves, save_every=1000, keep_checkpoints=keep, keep_every=keep_every
     )
     assert count_kept(train) == wanted
+
+
+def test_memory_has_to_hold_the_copy_that_a_checkpoint_is_written_from(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={tmp_path}"])
+    number = check_memory(config.model, 500, config.data.objective, 0, 0)
+    # weights, gradients and two moments in each process, and a copy of three of them in one
+    for processes, copies in ((1, 7), (2, 11)):
+        memory = 4 * copies * number
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        monkeypatch.setattr("pretrain.run_setup.machine_memory", lambda memory=memory: memory)
+        check_resources(config, 500)
+        monkeypatch.setattr("pretrain.run_setup.machine_memory", lambda memory=memory: memory - 9)
+        with pytest.raises(UserError, match=f"a model of {number:,} parameters takes at least"):
+            check_resources(config, 500)

@@ -403,17 +403,20 @@ def test_two_jobs_cannot_use_one_run_folder(prepared: Path, tmp_path: Path) -> N
         process.wait()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 def test_no_space_left_keeps_the_checkpoints_before(
-    prepared: Path, straight: Path, tmp_path: Path
+    prepared: Path, straight: Path, tmp_path: Path, processes: int
 ) -> None:
     """The file size limit of the process makes the write itself fail, as a full disk does."""
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints/step-00000012")
     limit = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (200 << 10,) * 2); "
     limit += "runpy.run_module('pretrain', run_name='__main__')"
-    done = fork(["-c", limit, *command(prepared, tmp_path)[2:]])
+    options = ("train.micro_batch_size=8",)
+    done = fork(*[["-c", limit, *command(prepared, tmp_path, *options)[2:]]] * processes)
     assert done.returncode == 2, done.stderr
-    assert "no checkpoint at" in done.stderr.splitlines()[-1] and "free space" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "no checkpoint at" in line and "free space" in line
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
 
 
@@ -421,7 +424,7 @@ def test_a_disk_that_is_too_full_is_noticed_before_writing(tmp_path: Path, monke
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("pretrain.checkpoint.shutil.disk_usage", lambda path: full)
     with pytest.raises(UserError, match="0 MB free"):
-        save_checkpoint(tmp_path, torch.nn.Linear(2, 2), [], {"step": 1}, keep=2)
+        save_checkpoint(tmp_path, torch.nn.Linear(2, 2), [], {"step": 1}, keep=2).result()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,6 +29,24 @@ def test_six_faults_of_each_kind_come_and_are_survived(runs: chaos.Chaos, kind: 
     assert chaos.summarize(results).endswith(f"| {kind} | 6 | 6 | 6 |")
 
 
+@pytest.mark.parametrize(
+    ("point", "call", "processes"),
+    [("to_json", 2, 1), ("name_not_finite", 2, 1), ("save_file", 4, 2), ("hash_file", 5, 1)]
+    + [("Path.rename", 2, 1), ("sync", 12, 1), ("shutil.rmtree", 7, 1)],
+)
+def test_a_kill_at_each_part_of_a_save_is_survived(
+    runs: chaos.Chaos, point: str, call: int, processes: int
+) -> None:
+    """Of the second save or the third, where there is something to go on from or to remove."""
+    folder, point = runs.out / f"save-{point}", f"pretrain.checkpoint:{point}"
+    fault, codes, *_ = chaos.FAULTS["kill"]
+    plan = {"point": point, "number": call, "fault": fault}
+    assert runs.launch(folder, "kill", processes, "first", **plan) in codes
+    assert (folder / "first/fired-0").exists()
+    assert runs.launch(folder, "kill", processes, "second") == 0
+    assert chaos.explain(folder, runs.reference("kill", processes)) == ""
+
+
 def test_a_kill_is_survived_and_a_fault_that_never_comes_is_no_survivor(runs: chaos.Chaos) -> None:
     (one,) = chaos.run_chaos(runs, ["kill"], 1, seed=1)
     assert one["fired"] and one["survived"], one
