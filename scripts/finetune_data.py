@@ -1,7 +1,7 @@
 """Read the labelled examples of a task: TSV, CSV, JSONL, CoNLL and SQuAD JSON."""
 
 import csv
-import json
+import io
 import math
 import sys
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import check_regular, find_fault, parse_json
 from data_pipeline.config import check
 
 # What a task reads -> the names that its column may have, if --columns gives none.
@@ -21,6 +22,9 @@ COLUMNS = {
     "context": ("context", "question", "premise"),
     "choices": ("choices", "options", "endings"),
 }
+ANSWER = {"text": str, "answer_start?": (int, None)}
+QUESTION = {"question": str, "answers": [ANSWER]}
+SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
 def read_text(path: Path) -> str:
     """Read a file of UTF-8, with or without a byte-order mark, with line ends of any system."""
     try:
+        check_regular(path)
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
@@ -90,9 +95,9 @@ def read_tsv(path: Path) -> Iterator[tuple[str, dict]]:
 def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
     """Yield (place, column -> text) of a file with a header line and double quotes."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(read_text(path).splitlines(True), strict=True)
-    names, line = next(reader, []), 1
+    reader = csv.reader(io.StringIO(read_text(path)), strict=True)
     try:
+        names, line = next(reader, []), 1
         for cells in reader:
             place, line = f"{path}:{line + 1}", reader.line_num
             if cells:
@@ -110,7 +115,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                cells = json.loads(line)
+                cells = parse_json(line)
             except ValueError as error:
                 raise UserError(f"{path}:{number} is not JSON: {error}") from None
             check(isinstance(cells, dict), f"{path}:{number} is not a JSON object")
@@ -169,7 +174,7 @@ def labelled_texts(row: Row, task: str) -> Example:
     elif task == "regression":
         try:
             label = float(label)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             label = math.nan
         check(math.isfinite(label), f"{row.place}: label is {row.get('label')!r}, not a number")
     else:
@@ -189,7 +194,7 @@ def choices(row: Row, task: str) -> Example:
     """A context, what may follow it, and the index of what does."""
     texts, label = row.texts("choices"), row.get("label")
     check(len(texts) > 1, f"{row.place} has {len(texts)} choices; wanted two or more")
-    is_index = str(label).isdecimal() and int(label) < len(texts)
+    is_index = str(label) in map(str, range(len(texts)))
     check(is_index, f"{row.place}: label is {label!r}; wanted 0 to {len(texts) - 1}")
     return Example(row.place, [row.text("context"), *texts], int(label))
 
@@ -218,24 +223,24 @@ def read_conll(path: Path) -> Iterator[Example]:
 
 def read_squad(path: Path) -> Iterator[Example]:
     """Yield the questions of a SQuAD file that have an answer; prints how many have none."""
-    text, unanswered, name = read_text(path), 0, "the file"
     try:
-        for article in json.loads(text)["data"]:
-            for paragraph in article["paragraphs"]:
-                for question in paragraph["qas"]:
-                    name = f"question {question.get('id', question['question'])}"
-                    answers = [(a["text"], a.get("answer_start")) for a in question["answers"]]
-                    texts = [question["question"], paragraph["context"]]
-                    if answers:
-                        yield Example(f"{path}: {name}", texts, answers)
-                    else:
-                        unanswered += 1
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: not in SQuAD's form at or after {name} ({type(error).__name__}: {error}); "
-            "wanted data, paragraphs, context, qas, question, answers, text, answer_start"
-        ) from None
+        found, unanswered = parse_json(read_text(path)), 0
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    fault = find_fault(found, SQUAD)
+    check(
+        not fault,
+        f"{path} is not in SQuAD's form: {fault}; wanted data, paragraphs, context, qas, question, "
+        "answers, text, answer_start",
+    )
+    for article in found["data"]:
+        for paragraph in article["paragraphs"]:
+            for question in paragraph["qas"]:
+                place = f"{path}: question {question.get('id', question['question'])}"
+                answers = [(a["text"], a.get("answer_start")) for a in question["answers"]]
+                if answers:
+                    yield Example(place, [question["question"], paragraph["context"]], answers)
+                else:
+                    unanswered += 1
     if unanswered:
         print(f"note: {path}: {unanswered} questions without an answer are left out")

@@ -11,8 +11,12 @@ import json
 import lzma
 import os
 import random
+import re
 import shutil
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -21,9 +25,10 @@ from pathlib import Path
 import pytest
 import torch
 import zstandard
-from helpers import ROOT
-from hypothesis import HealthCheck, example, given, settings
+from helpers import ROOT, write_tasks
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from data_pipeline.build.probes import read_pairs, write_probes
 from data_pipeline.common.errors import UserError
@@ -46,8 +51,18 @@ from pretrain.run_setup import build_probes
 
 sys.path.insert(0, str(ROOT / "scripts"))
 CASES = int(os.environ.get("DOORS", 25))
+DATA_SETS = {  # task -> its files, as `write_tasks` names them
+    "classification": "reviews/{}.tsv",
+    "multi_label": "topics/{}.jsonl",
+    "regression": "similarity/{}.csv",
+    "tagging": "ner/{}.conll",
+    "qa": "qa/{}.json",
+    "choice": "choice/{}.jsonl",
+}
+MOST_SECONDS, MOST_MEMORY = 60, 300 << 20  # of a case; above the memory before the first one
+CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 ODD = [  # values in the place of others
-    *(None, True, -1, 0, 1, 3.5, 10**12, 10**30, "", "a", "../../etc", "\x00", "x" * 300),
+    *(None, True, -1, 0, 1, 3.5, 10**12, 10**30, "", "a", "../../etc", "\x00", "x" * 300, "\ud83d"),
     *([], [[]], {}, {"a": {}}, [None], float("nan"), float("inf")),
 ]
 DEEP = b"[" * 100_000
@@ -71,6 +86,10 @@ def damage(data: bytes, seed: int) -> bytes:
             except ValueError:
                 lines[at] = json.dumps(draw.choice(ODD)).encode()
             return b"\n".join(lines)
+    if kind < 4 and data[8:10] == b'{"':  # safetensors: a JSON text after its length
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = damage_json(data[8:end], draw)
+        return len(header).to_bytes(8, "little") + header + data[end:]
     at = draw.randrange(min(len(data), draw.choice([100, 1000, 10**9])) or 1)
     if kind == 4:
         return data[:at]
@@ -90,7 +109,7 @@ def damage(data: bytes, seed: int) -> bytes:
 def damage_json(data: bytes, draw: random.Random) -> bytes:
     """Replace, remove or double a value somewhere in a JSON text."""
     value = json.loads(data)
-    inner, places = [value], []
+    inner, places = [value] if isinstance(value, dict | list) else [], []
     while inner:
         one = inner.pop()
         keys = list(one) if isinstance(one, dict) else range(min(len(one), 50))
@@ -121,28 +140,60 @@ def try_door(files: list[Path], open_door: Callable[[], object], mend: Callable 
     """Open a door with each of many damaged files in the place of the sound ones.
 
     mend: called with the damaged file before, to write hashes that fit it.
+    Raises all kinds of failures together, each with a case of it.
     """
-    knock_hard = {path: path.read_bytes() for path in files}
-    open_door()  # with sound files
-
-    @settings(
-        max_examples=CASES,
-        deadline=None,
-        derandomize="DOORS" not in os.environ,  # the same cases each time, unless asked for more
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.integers(0, 10**9), st.sampled_from(files), st.booleans())
-    def try_case(seed: int, path: Path, is_mended: bool) -> None:
+    sound = {path: path.read_bytes() for path in files}
+    open_door()
+    failures, slowest, start = {}, 0.0, reset_peak()
+    for seed in range(CASES):
+        draw = random.Random(f"{seed} of a door")
+        path, is_mended, began = draw.choice(files), draw.random() < 0.5, time.perf_counter()
         try:
-            path.write_bytes(damage(knock_hard[path], seed))
+            signal.alarm(MOST_SECONDS)
+            path.write_bytes(damage(sound[path], seed))
             if is_mended:
                 mend(path)
             knock(open_door)
+            assert peak_memory() - start < MOST_MEMORY
+        except (Exception, Hang) as error:
+            error.add_note(f"{path.name}, seed {seed}, {'mended' if is_mended else 'as it is'}")
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            failures.setdefault((type(error), frame.filename, frame.lineno), error)
         finally:
-            for one, data in knock_hard.items():
+            signal.alarm(0)
+            for one, data in sound.items():
                 one.write_bytes(data)
+        slowest = max(slowest, time.perf_counter() - began)
+    name = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2]
+    memory = (peak_memory() - start) >> 20
+    print(f"\n{name}: {CASES:,} cases, {len(failures)} kinds of failures,", end=" ")
+    print(f"at most {slowest:.1f} s and {memory:,} MB above the start")
+    if failures:
+        raise BaseExceptionGroup("damage that is no line", list(failures.values()))
 
-    try_case()
+
+class Hang(BaseException):
+    """A case that does not end; no `Exception`, so that nothing takes it for an error."""
+
+
+def end_hang(*_) -> None:
+    raise Hang
+
+
+signal.signal(signal.SIGALRM, end_hang)
+
+
+def reset_peak() -> int:
+    """Make the memory of this process in use its peak; returns it in bytes."""
+    if CLEAR.exists():
+        CLEAR.write_text("5")
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has had, in bytes; 0 but on Linux."""
+    found = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text()) if STATUS.exists() else None
+    return int(found[1]) << 10 if found else 0
 
 
 # ------------------------------------------------------------------------------------- the doors
@@ -292,9 +343,13 @@ def test_a_folder_to_start_from(straight: Path, tmp_path: Path, name: str) -> No
         torch.save(model.config.family.to_hf(model.state_dict()), folder / name)
         weights.unlink()
     elif name == "shards":
-        weights.rename(folder / "one.safetensors")
-        index = {"metadata": {}, "weight_map": {"bert.a": "one.safetensors"}}
+        tensors = list(load_file(weights).items())
+        index = {"metadata": {}, "weight_map": {}}
+        for i in range(2):
+            save_file(dict(tensors[i::2]), folder / f"{i}.safetensors")
+            index["weight_map"] |= dict.fromkeys(dict(tensors[i::2]), f"{i}.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        weights.unlink()
     config = tmp_path / "c.yaml"
     config.write_text(f"init_from: {folder}\ncorpus: {{builtin: python-docs}}\n")
     with open(config, "a") as file:
@@ -316,10 +371,7 @@ def test_a_folder_to_start_from(straight: Path, tmp_path: Path, name: str) -> No
 def test_probes(prepared: Path, tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     shutil.copytree(prepared / "data", data_dir)
-    pairs, table = tmp_path / "a.jsonl", tmp_path / "b.tsv"
-    row = {"sentence_good": "a cat sits", "sentence_bad": "a cat sit", "UID": "x", "field": "y"}
-    pairs.write_text("\n".join([json.dumps(row)] * 3))
-    table.write_text("good\tbad\na cat sits\ta cat sit\n")
+    pairs, table = write_pairs(tmp_path)
     names = [str(pairs), str(table)]
     probes = ProbesConfig(minimal_pairs=names, sentences=["the [MASK] was"])
     with redirect_stdout(io.StringIO()):
@@ -333,6 +385,70 @@ def test_probes(prepared: Path, tmp_path: Path) -> None:
         build_probes(config, store)
 
     try_door([pairs, table, data_dir / "probes.json"], read)
+
+
+@pytest.mark.parametrize("task", DATA_SETS)
+def test_data_to_fine_tune_on(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    finetune = pytest.importorskip("finetune")
+    write_tasks(tmp_path, train=8, dev=4)
+    files = {split: tmp_path / DATA_SETS[task].format(split) for split in ("train", "dev", "test")}
+    words = judge_words(straight / "export", task, files, tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", words)
+
+    def judge() -> None:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        finetune.main()
+
+    try_door([files["train"], files["dev"]], judge)
+
+
+def test_a_model_to_fine_tune(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finetune = pytest.importorskip("finetune")
+    write_tasks(tmp_path, train=8, dev=4)
+    files = {split: tmp_path / f"reviews/{split}.tsv" for split in ("train", "dev", "test")}
+    folder = tmp_path / "export"
+    shutil.copytree(straight / "export", folder)
+    words = judge_words(folder, "classification", files, tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", words)
+
+    def judge() -> None:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        finetune.main()
+
+    try_door([path for path in folder.iterdir() if path.suffix != ".md"], judge)
+
+
+def judge_words(model: Path, task: str, files: dict[str, Path], out: Path) -> list[str]:
+    """The words of a command that fine-tunes a model for a few steps."""
+    words = ["finetune", "--model", model, "--task", task, "--out", out, "--epochs", 1]
+    words += ["--seeds", 0, "--learning-rates", 1e-3, "--max-length", 32, "--precision", "fp32"]
+    words += [word for split, path in files.items() for word in (f"--{split}", path)]
+    return list(map(str, words))
+
+
+def test_minimal_pairs(prepared: Path, straight: Path, tmp_path: Path) -> None:
+    from minimal_pairs import measure, print_table
+
+    pairs, table = write_pairs(tmp_path)
+
+    def read() -> None:
+        found = read_pairs([str(pairs), str(table)])
+        print_table(measure(straight / "export", found, False, prepared / "data/store"))
+
+    try_door([pairs, table], read)
+
+
+def write_pairs(folder: Path) -> tuple[Path, Path]:
+    """Write minimal pairs in both formats."""
+    row = {"sentence_good": "a cat sits", "sentence_bad": "a cat sit", "UID": "x", "field": "y"}
+    pairs, table = folder / "a.jsonl", folder / "b.tsv"
+    pairs.write_text("\n".join([json.dumps(row)] * 3))
+    table.write_text("good\tbad\na cat sits\ta cat sit\n")
+    return pairs, table
 
 
 @settings(max_examples=CASES, deadline=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import write_file
-from data_pipeline.common.reading import read_utf8
+from data_pipeline.common.reading import parse_json, read_utf8
 from data_pipeline.config import PROBES_FILE, ProbesConfig, check
 from data_pipeline.sampling.token_store import read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer
@@ -66,7 +66,7 @@ def read_file(path: Path) -> list[MinimalPair]:
     wanted = ".jsonl (BLiMP's JSON lines) and .tsv (good<TAB>bad)"
     check(path.suffix in SUFFIXES, f"{path} is neither of the formats of minimal pairs: {wanted}")
     lines = read_utf8(path, "convert it").split("\n")
-    parse = parse_json if path.suffix == ".jsonl" else parse_tsv
+    parse = parse_blimp if path.suffix == ".jsonl" else parse_tsv
     return [
         parse(line, path.stem, f"{path} line {number}")
         for number, line in enumerate(lines, 1)
@@ -74,10 +74,10 @@ def read_file(path: Path) -> list[MinimalPair]:
     ]
 
 
-def parse_json(line: str, paradigm: str, place: str) -> MinimalPair:
+def parse_blimp(line: str, paradigm: str, place: str) -> MinimalPair:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UserError(f"{place} is not JSON ({error}); correct it") from None
     check(isinstance(row, dict), f"{place} is not a JSON object with the keys of BLiMP")
     for key in ("sentence_good", "sentence_bad"):

@@ -69,15 +69,25 @@ def read_json(path: Path, shape: Any, advice: str) -> Any:
     advice: what the message says at the end.
     Raises `UserError` that names the file and the place of the first fault.
     """
-    text = read_utf8(path, advice)
+    try:
+        value = parse_json(read_utf8(path, advice))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: it is not JSON ({error}); {advice}") from None
+    check_shape(value, shape, path, advice)
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; raises ValueError, also where lists in lists are too deep to be parsed, and for
+    half a character such as \\ud83d, which cannot be written anywhere."""
     try:
         value = json.loads(text)
-        if "\\ud" in text.lower():  # half a character, which cannot be written anywhere
+        if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if type(error) is json.JSONDecodeError else type(error).__name__
-        raise UserError(f"{path} is damaged: it is not JSON ({reason}); {advice}") from None
-    check_shape(value, shape, path, advice)
+    except RecursionError:
+        raise ValueError("its lists are too deep") from None
+    except UnicodeError:
+        raise ValueError("it has half a character") from None
     return value
 
 

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from data_pipeline.common.errors import UserError
 
 BUFFER_BYTES = 1 << 20
+PACKED_BYTES = 1 << 10  # of a .zst file to unpack at once: at most 32 MB, as 4 bytes make 128 KB
 MARKS = {  # first bytes of files that users often give as text
     b"\xff\xfe\0\0": "encoding=utf-32",
     b"\xff\xfe": "encoding=utf-16",
@@ -45,7 +46,7 @@ class ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self.ready:
-            self.packed = self.packed or self.file.read(1 << 17)
+            self.packed = self.packed or self.file.read(PACKED_BYTES)
             if not self.packed:
                 if self.inside:
                     raise EOFError("it ends before its last frame does")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from glob import escape, glob, has_magic
+from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,6 +44,7 @@ CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
 MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
 MOST_RATIO, SURE_BYTES = 200, 1 << 26  # of unpacked to packed bytes, beyond the first 64 MB
+ROWS = 64  # of a Parquet file to unpack at once
 READ_BYTES = 1 << 17  # bytes to decode at once: they fit the processor's cache
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -252,16 +253,11 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     """Yield the text of a file chunk in blocks, decoded and cleaned (see `clean_text`)."""
     decoder = codecs.getincrementaldecoder(source.encoding)(source.errors)
     position, pending = chunk.start, ""
-    most = MOST_RATIO * os.path.getsize(chunk.path) + SURE_BYTES  # of decompressed text
     with open_bytes(chunk.path) as file:
         if chunk.start:
             file.seek(chunk.start)
         while True:
-            if position > most:
-                raise UserError(
-                    f"{chunk.path} unpacks to more than {MOST_RATIO} times its size, which no text "
-                    "does; take it out of corpus.files, or unpack it if it is sound"
-                )
+            check_unpacked(chunk.path, position)
             wanted = READ_BYTES if chunk.end is None else min(READ_BYTES, chunk.end - position)
             block = read(file, wanted, chunk.path)
             if position == 0 and is_mostly_nul(block) and source.encoding.startswith("utf-8"):
@@ -284,6 +280,15 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             position += len(block)
             if not block:
                 return
+
+
+def check_unpacked(path: str, size: int) -> None:
+    """Raise `UserError` if a file unpacks to more bytes than a text does."""
+    if size > MOST_RATIO * os.path.getsize(path) + SURE_BYTES:
+        raise UserError(
+            f"{path} unpacks to more than {MOST_RATIO} times its size, which no text does; take it "
+            "out of corpus.files, or unpack it if it is sound"
+        )
 
 
 def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: bytes) -> UserError:
@@ -413,9 +418,18 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
     dialect: what differs from CSV (RFC 4180), as arguments of `csv.reader`.
     Raises `UserError` for a malformed row or a missing column.
     """
-    csv.field_size_limit(1 << 30)
-    lines = (f"{line}\n" for line in read_lines(chunk, source))
-    rows = csv.reader(lines, strict=True, **dialect)
+    csv.field_size_limit(MOST_CHARACTERS)
+    waiting = 0  # characters of a row that has not ended: quotes may hold line ends
+
+    def read_whole_rows() -> Iterator[str]:
+        nonlocal waiting
+        for line in read_lines(chunk, source):
+            waiting += len(line) + 1
+            if waiting > MOST_CHARACTERS:
+                raise too_long(chunk, "a row")
+            yield f"{line}\n"
+
+    rows = csv.reader(read_whole_rows(), strict=True, **dialect)
     try:
         header = next(rows, [])
         if source.text_field not in header:
@@ -425,6 +439,7 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
             )
         column = header.index(source.text_field)
         for row in rows:
+            waiting = 0
             if not row:  # a blank line
                 continue
             if len(row) != len(header) and source.on_bad_row == "skip":
@@ -458,39 +473,97 @@ def open_dataset(wanted: DatasetConfig):
         raise UserError(f"dataset {wanted.path} cannot be opened: {error}") from None
 
 
-def read_dataset(chunk: FileChunk, wanted: DatasetConfig, key: str) -> Iterator[str]:
-    """Yield the text column of one shard of a dataset.
+def read_shard(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    """Yield the text column of one shard of a dataset."""
+    wanted = source.dataset
+    stream = open_dataset(wanted)
+    if chunk.end and chunk.end > 1:
+        stream = stream.shard(chunk.end, chunk.start)
+    key = "corpus.dataset.text_column"
+    cells = (find_column(wanted.text_column, row, chunk, key) for row in stream)
+    return read_cells(cells, chunk, wanted.text_column, key)
+
+
+def read_parquet(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    """Yield the `text_field` column of a Parquet file.
+
+    Unpacks a page and some rows at a time, and a text that recurs only once.
+    """
+    from pyarrow.parquet import ParquetFile, read_schema
+
+    def cells() -> Iterator[object]:
+        column, unpacked = source.text_field, 0
+        names = read_schema(chunk.path).names
+        find_column(column, dict.fromkeys(names), chunk, "corpus.text_field")
+        with ParquetFile(chunk.path, read_dictionary=[column]) as file:
+            for i in range(file.num_row_groups):
+                group = file.metadata.row_group(i)
+                parts = [group.column(k) for k in range(group.num_columns)]
+                ours = (part for part in parts if part.path_in_schema.split(".")[0] == column)
+                unpacked += sum(part.total_uncompressed_size for part in ours)
+            check_unpacked(chunk.path, unpacked)
+            for batch in file.iter_batches(ROWS, columns=[column]):
+                batch.validate(full=True)
+                yield from (value.as_py() for value in batch.column(0))
+
+    return read_cells(cells(), chunk, source.text_field, "corpus.text_field")
+
+
+def read_arrow(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    """Yield the `text_field` column of an Arrow file, which `datasets` writes as a stream."""
+    import pyarrow
+
+    def cells() -> Iterator[object]:
+        column, unpacked = source.text_field, 0
+        with pyarrow.memory_map(chunk.path) as file:
+            if file.read(6) == b"ARROW1":
+                reader = pyarrow.ipc.open_file(file)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                file.seek(0)
+                batches = reader = pyarrow.ipc.open_stream(file)
+            find_column(column, dict.fromkeys(reader.schema.names), chunk, "corpus.text_field")
+            for batch in batches:
+                unpacked += batch.nbytes
+                check_unpacked(chunk.path, unpacked)
+                batch.validate(full=True)
+                yield from (value.as_py() for value in batch.column(column))
+
+    return read_cells(cells(), chunk, source.text_field, "corpus.text_field")
+
+
+def find_column(column: str, row: dict, chunk: FileChunk, key: str) -> object:
+    """Return the cell of a column in a row.
+
+    key: the config key that names the column, for messages. Raises `UserError` if there is none.
+    """
+    if column not in row:
+        raise UserError(f"{chunk.path} has no column {column!r}, but {', '.join(row)}; set {key}")
+    return row[column]
+
+
+def read_cells(cells: Iterator[object], chunk: FileChunk, column: str, key: str) -> Iterator[str]:
+    """Yield the cells of a column as documents; raises `UserError` if one is no text or too long.
 
     key: the config key that names the column, for messages.
     """
-    column, stream = wanted.text_column, open_dataset(wanted)
-    if chunk.end and chunk.end > 1:
-        stream = stream.shard(chunk.end, chunk.start)
+    unpacked = 0
     try:
-        for row in stream:
-            if column not in row:
+        for value in cells:
+            if not isinstance(value or "", str):
                 raise UserError(
-                    f"{chunk.path} has no column {column!r}, but {', '.join(row)}; set {key}"
+                    f"{chunk.path}: column {column!r} is not text: {str(value)[:80]!r}; set {key}"
                 )
-            if not isinstance(row[column] or "", str):
-                raise UserError(
-                    f"{chunk.path}: column {column!r} is not text: {str(row[column])[:80]!r}; set "
-                    f"{key}"
-                )
-            yield one_document(row[column] or "")
+            if len(value or "") > MOST_CHARACTERS:
+                raise too_long(chunk, "a document")
+            if chunk.version:
+                unpacked += len(value or "")
+                check_unpacked(chunk.path, unpacked)
+            yield one_document(value or "")
     except UserError:
         raise
-    except Exception as error:  # many types again: a damaged file, a lost connection
+    except Exception as error:  # of many types: a damaged file, a lost connection
         raise UserError(f"{chunk.path} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def read_shard(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
-    return read_dataset(chunk, source.dataset, "corpus.dataset.text_column")
-
-
-def read_columns(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
-    rows = DatasetConfig(chunk.layout, None, "train", escape(chunk.path), source.text_field)
-    return read_dataset(chunk, rows, "corpus.text_field")
 
 
 def read_builtin(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
@@ -523,8 +596,8 @@ READERS = {
     "tsv": Reader(  # IANA: no quotes
         partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE), (".tsv",), is_costly=True
     ),
-    "parquet": Reader(read_columns, (".parquet",), is_costly=True, is_compressed=True),
-    "arrow": Reader(read_columns, (".arrow",), is_costly=True),
+    "parquet": Reader(read_parquet, (".parquet",), is_costly=True, is_compressed=True),
+    "arrow": Reader(read_arrow, (".arrow",), is_costly=True),
     "dataset": Reader(read_shard, is_costly=True, is_file=False),
     "python-docs": Reader(read_builtin, is_costly=True, is_file=False),
 }
