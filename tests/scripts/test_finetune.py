@@ -44,6 +44,11 @@ FILES = {  # task -> the files of its data set
     "choice": "choice/{}.jsonl",
 }
 
+SQUAD = (  # of a passage and an answer
+    '{"data": [{"paragraphs": [{"context": %s, "qas": [{"question": "x", "answers": [{"text": %s}]}'
+    "]}]}]}"
+)
+
 
 def write_export(vocab_dir: Path, pieces: int, out: Path, scale: float = 1.0, **sizes) -> Path:
     """Export a model with random weights; `scale` makes its matrices larger."""
@@ -394,15 +399,17 @@ def test_an_answer_that_is_elsewhere_is_found_and_one_that_is_nowhere_is_scored(
 def test_columns_are_found_by_name_or_named(tmp_path) -> None:
     (tmp_path / "a.tsv").write_text('label\tsentence\n1\ta "quoted\u2028 text\n')
     (tmp_path / "b.csv").write_text('\ufeffstars,body\r\n2,"two\r\nlines, and ""quotes"""\r\n')
+    (tmp_path / "d.csv").write_text("text,label\na\u2028b,3\n")
     (tmp_path / "c.jsonl").write_text('{"premise": "x", "hypothesis": "y", "label": 0}\n')
     columns = {"text": "body", "label": "stars"}
     found = [
         *read_examples(tmp_path / "a.tsv", "classification", {}),
         *read_examples(tmp_path / "b.csv", "classification", columns),
         *read_examples(tmp_path / "c.jsonl", "classification", {}),
+        *read_examples(tmp_path / "d.csv", "classification", {}),
     ]
-    assert [e.label for e in found] == ["1", "2", "0"]
-    texts = [['a "quoted\u2028 text'], ['two\nlines, and "quotes"'], ["x", "y"]]
+    assert [e.label for e in found] == ["1", "2", "0", "3"]
+    texts = [['a "quoted\u2028 text'], ['two\nlines, and "quotes"'], ["x", "y"], ["a\u2028b"]]
     assert [e.texts for e in found] == texts
 
 
@@ -429,11 +436,20 @@ def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
         ("classification", "a.jsonl", '{"text": 3, "label": 1}\n', r"a.jsonl:1: text is 3, not a"),
         ("classification", "a.jsonl", "[1]\n", r"a.jsonl:1 is not a JSON object"),
         ("classification", "a.jsonl", "\n{\n", r"a.jsonl:2 is not JSON"),
+        ("classification", "a.csv", '"sentence,label\nx,1\n', r"a.csv:\d+ is not CSV"),
+        ("classification", "a.jsonl", "[" * 100_000, r"a.jsonl:1 is not JSON: .* too deep"),
+        ("classification", "a.jsonl", '{"text": "\\ud83d"}', r"1 is not JSON: .* half a"),
+        ("regression", "a.jsonl", f'{{"text": "x", "label": {"9" * 400}}}', r":1: label is 9999"),
         ("regression", "a.tsv", "sentence\tlabel\nx\tnan\n", r"a.tsv:2: label is 'nan', not"),
         ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
         ("choice", "a.jsonl", '{"context": "x", "choices": ["y", "z"], "label": 2}', r"label is 2"),
         ("qa", "a.json", '{"data": [{"paragraphs": [{"qas": [{"question": 1}]}]}]}', r"SQuAD's"),
+        ("choice", "a.jsonl", f'{{"context": "x", "choices": ["y", "z"], "label": "{"1" * 5000}"}}',
+         r"a.jsonl:1: label is '1"),
+        ("qa", "a.json", SQUAD % ('"x"', "3"), r"SQuAD.*answers\[0\].text is 3"),
+        ("qa", "a.json", SQUAD % ("{}", '"y"'), r"SQuAD.*context is {}"),
+        ("qa", "a.json", "[" * 100_000, r"a.json is not JSON: .* too deep"),
         ("qa", "a.json", '{"data":\n', r"a.json is not JSON.*line 2"),
     ],
 )  # fmt: skip

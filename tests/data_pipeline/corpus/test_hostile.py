@@ -1,12 +1,16 @@
 """Text that would take much memory, and rows that are none: capped or counted, in one line."""
 
+import bz2
 import gzip
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
+import zstandard
 from helpers import ROOT
 
 from data_pipeline.build.prepare import prepare
@@ -50,6 +54,42 @@ def test_a_megabyte_that_unpacks_to_a_gigabyte_is_refused_in_little_memory(
     peak, said = peak_of(path, layout)
     assert "error: " in said and "more than" in said
     assert peak < 120
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt.bz2", "a.txt.xz", "a.txt.zst"])
+def test_what_never_ends_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
+    """A field in quotes of many lines, and a line in every compression."""
+    path = tmp_path / name
+    opener = {".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst_to_write}.get(path.suffix, open)
+    with opener(path, "wb") as file:
+        file.write(b'text\n"' if name == "a.csv" else b"")
+        for _ in range(1 << (8 if path.suffix == ".zst" else 6)):  # of a megabyte
+            file.write((b"a" * 63 + b"\n" if name == "a.csv" else b"a" * 64) * (1 << 14))
+    peak, said = peak_of(path, "csv" if name == "a.csv" else "line")
+    assert "of more than 16,777,216 characters" in said
+    assert peak < 170
+
+
+def open_zst_to_write(path: Path, mode: str):
+    return zstandard.ZstdCompressor().stream_writer(open(path, mode))
+
+
+@pytest.mark.parametrize("name", ["recurring.parquet", "packed.parquet", "one.parquet", "a.arrow"])
+def test_columns_that_unpack_to_much_are_refused(tmp_path: Path, name: str) -> None:
+    """A text that is there once and named often, texts that compress well, and a long one."""
+    path, texts = tmp_path / name, [f"{WORDS * 8000}{i}" for i in range(200)]
+    texts = texts if name != "one.parquet" else ["a" * (1 << 27)]
+    texts = texts if name != "recurring.parquet" else texts[:1] * 200
+    table = pyarrow.table({"text": texts})
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=name[0] == "r")
+    else:
+        packed = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+        with pyarrow.ipc.new_stream(path, table.schema, options=packed) as file:
+            file.write_table(table, max_chunksize=64)
+    peak, said = peak_of(path, path.suffix[1:])
+    assert "more than 200 times its size" in said
+    assert peak < 200
 
 
 def test_a_line_of_a_megabyte_takes_little_memory(tmp_path: Path) -> None:
