@@ -44,7 +44,7 @@ CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
 MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
 MOST_RATIO, SURE_BYTES = 200, 1 << 26  # of unpacked to packed bytes, beyond the first 64 MB
-ROWS = 64  # of a Parquet file to unpack at once
+ROWS = 16  # of a Parquet file to unpack at once, in which a text may recur
 READ_BYTES = 1 << 17  # bytes to decode at once: they fit the processor's cache
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -485,26 +485,21 @@ def read_shard(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 
 
 def read_parquet(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
-    """Yield the `text_field` column of a Parquet file.
-
-    Unpacks a page and some rows at a time, and a text that recurs only once.
-    """
-    from pyarrow.parquet import ParquetFile, read_schema
+    """Yield the `text_field` column of a Parquet file, of which a few rows are unpacked at once."""
+    from pyarrow.parquet import ParquetFile
 
     def cells() -> Iterator[object]:
         column, unpacked = source.text_field, 0
-        names = read_schema(chunk.path).names
-        find_column(column, dict.fromkeys(names), chunk, "corpus.text_field")
-        with ParquetFile(chunk.path, read_dictionary=[column]) as file:
+        with ParquetFile(chunk.path) as file:
+            find_column(column, dict.fromkeys(file.schema_arrow.names), chunk, "corpus.text_field")
             for i in range(file.num_row_groups):
                 group = file.metadata.row_group(i)
                 parts = [group.column(k) for k in range(group.num_columns)]
-                ours = (part for part in parts if part.path_in_schema.split(".")[0] == column)
+                ours = (part for part in parts if part.path_in_schema == column)
                 unpacked += sum(part.total_uncompressed_size for part in ours)
             check_unpacked(chunk.path, unpacked)
             for batch in file.iter_batches(ROWS, columns=[column]):
-                batch.validate(full=True)
-                yield from (value.as_py() for value in batch.column(0))
+                yield from batch.column(0).to_pylist()
 
     return read_cells(cells(), chunk, source.text_field, "corpus.text_field")
 
