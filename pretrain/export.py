@@ -140,6 +140,7 @@ def check_export(model: PretrainingModel, folder: Path) -> str:
 
     Compares keys, dtype, logits and special ids; with transformers installed also its loading,
     logits, tied weights and token ids. Returns a description of the comparison.
+    Raises `UserError` if logits of the model are not finite.
     """
     model = model.eval()
     weights = load_file(folder / "model.safetensors")
@@ -152,6 +153,11 @@ def check_export(model: PretrainingModel, folder: Path) -> str:
     batch = probe_batch(model)
     with torch.no_grad():
         wanted = model.logits(batch)
+        check(
+            all(logits.isfinite().all() for logits in wanted),
+            "the model computes logits that are not finite, so nothing is exported; export an "
+            "earlier checkpoint",
+        )
         found = read_model(folder).logits(batch)
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back"

@@ -135,6 +135,17 @@ def test_weights_that_are_not_finite_are_not_exported(
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_whose_logits_overflow_are_not_exported(
+    prepared: Path, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    model = build(len(vocabulary))
+    with torch.no_grad():
+        model.layers[0].up.weight.fill_(3e38)
+    with pytest.raises(UserError, match="logits that are not finite, so nothing is exported"):
+        write(model, prepared, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
     monkeypatch.setattr(sys, "argv", ["export", *map(str, args)])
     run_command(pretrain.export.main)
