@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.sampling.baselines import unigram_entropy
-from pretrain.checkpoint import last_good
+from pretrain.checkpoint import last_good, step_of
 from pretrain.config import TrainConfig
 
 MOST_SKIPPED = 5  # steps in a row, after which the run stops
@@ -42,8 +42,8 @@ class Monitor:
         log_line: Callable[[str], None],
     ):
         fresh = {"skipped": 0, "in_a_row": 0, "norms": [], "said": [], "loss": 0.0}
-        fresh |= {"losses": [], "above": 0, "rollbacks": 0, "went_back_to": None}
-        fresh["rolled_back_at"] = 0
+        fresh |= {"losses": [], "above": 0}
+        fresh |= {"rollbacks": 0, "went_back_to": None, "rolled_back_at": 0}
         self.state = fresh | state
         self.train, self.log_line, self.entropy = train, log_line, unigram_entropy(counts)
         self.guessing = math.log(len(counts))
@@ -125,7 +125,7 @@ class Monitor:
     def passed_over(self) -> range:
         """The steps after the checkpoint that the run went back to last, up to where it did."""
         to = self.state["went_back_to"]
-        return range(int(to[-8:]) + 1, self.state["rolled_back_at"] + 1) if to else range(0)
+        return range(step_of(Path(to)) + 1, self.state["rolled_back_at"] + 1) if to else range(0)
 
     @property
     def is_sick(self) -> bool:
