@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import train_here
+from hypothesis import settings
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.config import DataConfig, load_config
@@ -15,6 +16,8 @@ from data_pipeline.corpus.python_docs import TOPICS, read_module
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 
 torch.set_num_threads(1)
+settings.register_profile("any machine", deadline=None)  # no test asserts a time
+settings.load_profile("any machine")
 # a shell ignores it in the background, and every command that a test starts would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

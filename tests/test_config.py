@@ -215,7 +215,7 @@ KEYS = st.sampled_from(["seed", "vocab.size", "vocab", "corpus.files", "corpus.d
 VALUES = st.text("[]{}:,'\"$?!&*#%@`|>- \n\tab1.é", max_size=8) | st.integers(0, 999).map(str)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.builds("{}={}".format, KEYS, VALUES) | st.text(max_size=12))
 @example("seed=[")
 @example("a..b=1")

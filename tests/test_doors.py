@@ -450,7 +450,7 @@ def write_pairs(folder: Path) -> tuple[Path, Path]:
     return pairs, table
 
 
-@settings(max_examples=CASES, deadline=None)
+@settings(max_examples=CASES)
 @given(
     st.binary(max_size=200), st.sampled_from(["txt", "jsonl", "csv", "tsv", "txt.gz", "txt.zst"])
 )

@@ -47,7 +47,7 @@ texts = st.lists(
 
 
 @given(texts, st.integers(3, 50))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_neighbours_are_those_of_the_slow_rule_in_blocks_of_any_size(documents, block) -> None:
     store = build_store(documents)
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from data_pipeline.corpus.readers import clean_text
 from data_pipeline.vocabulary.training import build_normalizer
 from data_pipeline.vocabulary.words import END, SHORT, WordIndex, WordSplitter, number_words
 
-FEW = settings(max_examples=200, deadline=None)
+FEW = settings(max_examples=200)
 # every plane; surrogates are no text, and a corpus has no control characters left
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=80)
 PROSE = st.text(st.sampled_from("aB é́ñÅ中文。.!?'’-\"\t\u3000\u200d🐎ßİΣ[]#"), max_size=120)
@@ -128,7 +128,7 @@ def words_of(variant: str, text: str) -> list[str]:
 
 
 @every_variant
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(TEXT | PROSE | st.text(st.characters(max_codepoint=126, min_codepoint=32)))
 @example("a" * 101 + " " + "b" * 100)
 @example("[MASK] [SEP]don't")

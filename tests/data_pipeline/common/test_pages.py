@@ -47,7 +47,7 @@ def test_points_and_ticks_lie_where_their_values_are() -> None:
     ]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.floats(-1e6, 1e6), st.floats(0.01, 1e9))
 def test_ticks_are_few_round_and_evenly_spaced(low: float, span: float) -> None:
     high = low + span

@@ -24,7 +24,7 @@ from data_pipeline.config import CorpusConfig, DatasetConfig
 from data_pipeline.corpus import readers as corpus
 from data_pipeline.corpus.selection import hash_limit
 
-FEW = settings(max_examples=150, deadline=None)
+FEW = settings(max_examples=150)
 TEXT = "First paragraph.\nSecond, with é and 中文.\n\nAnother document.\n \t\nA third 🐎.\n"
 COMPRESSORS = {
     ".gz": gzip.compress,

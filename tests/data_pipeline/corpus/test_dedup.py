@@ -39,7 +39,7 @@ from data_pipeline.corpus.selection import (
     select,
 )
 
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=40)
 
 
 def plainly(documents: list[str]) -> tuple[list[str], dict[str, int]]:

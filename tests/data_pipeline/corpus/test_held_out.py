@@ -191,7 +191,7 @@ def plain_limit(pieces: list[list[tuple[int, int]]], share: int, deduplicate: bo
 HASHES = st.integers(0, 60).map(lambda n: n << 50)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.lists(HASHES, max_size=40), min_size=1, max_size=5),
     st.sampled_from([0, 1, 5, 10, 20, 60]).map(lambda n: n << 50),

@@ -35,7 +35,7 @@ from data_pipeline.corpus.selection import choose_extra_copies, hash_limit
 from data_pipeline.sampling.pairs import number_texts
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 
-FEW = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=100)
 ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n\n Four.\x07", ""]
 READ_ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n Four. "]
 

@@ -150,7 +150,7 @@ def slow_coverage(spans: list[tuple[int, int]]) -> tuple[int, int, int, int]:
     return covered, sum(uses) - covered, cut, len(uses) - covered - cut
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.lists(st.tuples(*[st.integers(0, 40)] * 4), min_size=1, max_size=8))
 def test_coverage_counts_tokens(quadruples) -> None:
     rows = [(min(p, q), max(p, q), min(r, s), max(r, s), 0) for p, q, r, s in quadruples]
@@ -273,7 +273,7 @@ def slow_masks(original, seen, masked, starts, ordinary) -> dict:
 TOKEN = st.tuples(st.integers(7, 9), st.integers(2, 9), st.booleans(), st.integers(0, 2))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.lists(TOKEN, min_size=1, max_size=40))
 def test_masks_are_counted_as_one_by_one(tokens) -> None:
     original, seen, masked, joins = (list(column) for column in zip(*tokens, strict=True))

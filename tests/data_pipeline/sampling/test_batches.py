@@ -99,7 +99,7 @@ def test_a_batch_of_real_text_is_that_of_the_slow_assembly(
     assert rows_at(source, first, 20) == slow_rows(source, 1, range(11, 31))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     corpus=st.lists(
         st.lists(
@@ -198,7 +198,7 @@ def test_the_shares_of_all_ranks_are_the_step(source, world_size, micro_batch_si
 
 
 @given(st.integers(1, 70), st.integers(1, 80), st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_batch_is_divided_evenly_among_processes_and_passes(size, most, world_size) -> None:
     if size < world_size:
         with pytest.raises(UserError, match="too small for"):

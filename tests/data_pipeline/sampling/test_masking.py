@@ -22,7 +22,7 @@ from data_pipeline.sampling.masking import choose_words, replace_tokens
 from data_pipeline.sampling.pairs import PAIR
 
 CLS, SEP, MASK = 2, 3, 4
-hypothesis_settings = settings(max_examples=200, deadline=None, derandomize=True)
+hypothesis_settings = settings(max_examples=200, derandomize=True)
 
 
 def streams_of(n: int, seed: int = 0) -> np.ndarray:

@@ -77,7 +77,6 @@ DOCUMENT = st.one_of(
 CORPUS = st.lists(DOCUMENT, min_size=1, max_size=12)
 hypothesis_settings = settings(
     max_examples=150,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

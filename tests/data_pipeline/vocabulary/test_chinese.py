@@ -160,7 +160,7 @@ def fast_units(sentences: list[str], segment) -> list[list[tuple[list[int], bool
 
 
 @pytest.mark.parametrize("segmenter", SEGMENTERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sentences=st.lists(MIXED | TEXT, max_size=4))
 @example(
     ["我们don't去卡拉OK，ＧＰＵ很e\u0301", "ASCII only, really.", "\u200b", "İ\u200b我\u200b们"]
@@ -197,7 +197,7 @@ def test_units_are_the_words_that_a_reader_sees():
     assert units_of("plain words, one by one", every_third) == "plain words , one by one".split()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from([w for w in WORDS if not w[0].isascii()]), max_size=20))
 def test_chinese_units_join_to_the_words_of_the_segmenter(words: list[str]):
     assert units_of("".join(words), lambda _: words) == [word.lower() for word in words]

@@ -30,7 +30,7 @@ from data_pipeline.vocabulary.training import (
 )
 from data_pipeline.vocabulary.words import WordSplitter
 
-FEW = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=100)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80) | st.text(
     st.sampled_from("the codingÉéèñ中文ßİ. ,'[]#\n\t\u200d🐎-"), max_size=120
 )
@@ -84,7 +84,7 @@ def test_the_pieces_are_those_of_the_rust_trainer_id_for_id(counts: Counter[str]
     assert ours == train_with_rust(counts, size, min_frequency=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(st.text("abcé", min_size=1, max_size=8), st.integers(1, 20), max_size=12),
     st.integers(1, 3),

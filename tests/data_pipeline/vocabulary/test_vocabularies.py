@@ -42,7 +42,7 @@ from data_pipeline.vocabulary.training import (
 from pretrain.config import Config
 from pretrain.train import train
 
-FEW = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=100)
 
 
 # ---------------------------------------------------------------------------------- merges
