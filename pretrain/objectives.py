@@ -4,14 +4,14 @@ The loop knows nothing about an objective except its part of the loss of a step:
 weight x (sum of losses) / (count in the whole step).
 
 Each objective has a `name` (the prefix of its metrics), the `heads` of the model that it asks for,
-a `weight`, `count(batch)` (the number of its labels in a batch), `measure(model, hidden, batch)`,
+a `weight`, `count(batch)` (the number of its labels in a batch), `measure(model, states, batch)`,
 which returns a row of three sums, and `baselines(store, pairs, epoch)`: what guesses without a
 model reach on held-out documents. Rows of micro-batches, processes and steps are added up; a metric
 is a quotient of such sums.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,13 @@ MOST_COMPARED = 200_000  # pairs whose words are compared
 ROW = 3  # sum of losses in nats, number of correct predictions, number of labels
 
 
+class States(NamedTuple):
+    """The last hidden states that the heads look at."""
+
+    masked: Tensor  # (M, D), of the masked positions
+    first: Tensor  # (B, D), of [CLS]
+
+
 @dataclass(frozen=True)
 class MaskedLM:
     """Predict the masked tokens (Devlin et al. 2018, section 3.1, task 1)."""
@@ -42,23 +49,20 @@ class MaskedLM:
     def count(self, batch: Batch) -> int:
         return len(batch.masked_labels)
 
-    def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        """Compute the row of a batch.
-
-        hidden: (T, D), last hidden state of each token.
-        Returns float32 (ROW,).
-        """
-        return self.measure_and_draw(model, hidden, batch, None)[0]
+    def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
+        """Compute the row of a batch, float32 (ROW,)."""
+        return self.measure_and_draw(model, states.masked, batch, None)[0]
 
     def measure_and_draw(
-        self, model: nn.Module, hidden: Tensor, batch: Batch, chance: Tensor | None
+        self, model: nn.Module, masked: Tensor, batch: Batch, chance: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Compute the row of a batch, and draw a token for each mask by its probability.
 
+        masked: (M, D), last hidden states of the masked positions.
         chance: (M,), uniform in [0, 1); None: draw nothing.
         Returns float32 (ROW,) and int64 (M,).
         """
-        x = model.mlm(hidden.index_select(0, batch.masked_positions))  # (M, D)
+        x = model.mlm(masked)
         weight, bias = model.embeddings.word.weight, model.mlm.bias
         *sums, drawn = cross_entropy_and_draw(x, weight, bias, batch.masked_labels, chance)
         return row(*sums, self.count(batch)), drawn
@@ -85,11 +89,9 @@ class SentencePairs:
     def count(self, batch: Batch) -> int:
         return len(batch.next_sentence_label)
 
-    def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
         """Compute the row of a batch, as `MaskedLM.measure` does."""
-        loss, right = next_sentence_loss(
-            model.pair_logits(hidden, batch), batch.next_sentence_label
-        )
+        loss, right = next_sentence_loss(model.pair_logits(states.first), batch.next_sentence_label)
         return row(loss, right, self.count(batch))
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
@@ -118,9 +120,9 @@ class BagOfWords:
     def count(self, batch: Batch) -> int:
         return len(batch.masked_labels)
 
-    def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
         """Compute the row of a batch, as `MaskedLM.measure` does."""
-        x = model.mlm(hidden.index_select(0, batch.cu_seqlens[:-1]))  # (B, D)
+        x = model.mlm(states.first)  # (B, D)
         logits = F.linear(x, model.embeddings.word.weight, model.mlm.bias).float()  # (B, V)
         sequence = batch.sequence_ids[batch.masked_positions]
         loss = -logits.log_softmax(1)[sequence, batch.masked_labels].sum()
@@ -145,12 +147,8 @@ class ReplacedTokens:
     def count(self, batch: Batch) -> int:
         return len(batch.input_ids)
 
-    def measure(self, model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        """Compute the row of a batch whose masks are filled, as `MaskedLM.measure` does."""
-        return self.measure_logits(model.rtd(hidden), batch)
-
-    def measure_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Compute the row of a batch from the scores of its tokens, (T,)."""
+    def measure(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Compute the row of a batch whose masks are filled from the scores of its tokens, (T,)."""
         return row(*replaced_token_loss(logits, find_replaced(batch)), self.count(batch))
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:

@@ -162,7 +162,7 @@ def check_shapes(check: Check) -> None:
         if not check.is_gpu:
             continue  # the path of a CPU is not compiled
         check.must(
-            f"graphs of {len(SHAPES)} shapes, to train and evaluate, dropout {dropout:g}", graphs, 2
+            f"graphs of {len(SHAPES)} shapes, to train and evaluate, dropout {dropout:g}", graphs, 4
         )
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -212,7 +212,8 @@ def check_trainer(check: Check) -> None:
         1 - found["perf/data_wait"],
         0.99,
     )
-    check.must("trainer, base at 128: compiled graphs", found["perf/compiled_graphs"], 2)
+    graphs = [line["perf/compiled_graphs"] for line in lines]
+    check.must("trainer, base at 128: graphs after the first steps", graphs[-1] - graphs[0], 0)
 
 
 def check_speed(check: Check, size: str, length: int) -> None:

@@ -18,7 +18,7 @@ from pretrain.config import ModelConfig
 from pretrain.loss import score_labels
 from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.models.layers import Embeddings, Layer, MaskedLMHead, ReplacedTokenHead
-from pretrain.objectives import ROW, objectives_of
+from pretrain.objectives import ROW, States, objectives_of
 
 MOST_EPS = 1e-10  # of a LayerNorm that any size of embeddings leaves alone
 
@@ -35,18 +35,31 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(groups))
         self.gradient_checkpointing = False  # saves memory, costs compute
 
-    def transform(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the last hidden state of each token from its embedding: (T, E) -> (T, D)."""
+    def transform(self, x: Tensor, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """Compute the last hidden states of tokens from their embeddings: (T, E) -> (R, D).
+
+        rows: int64 (R,), the tokens that are wanted; None: all of them. The last layer, but for its
+        attention, computes on no others: the heads look at one token in three or in six.
+        """
         x = self.project(x) if self.project else x
-        tokens, uses = len(x), self.config.num_hidden_layers
+        wanted, uses = len(x if rows is None else rows), self.config.num_hidden_layers
         if x.device.type == "cpu":
-            x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE))
-        for layer in (self.layers[i * len(self.layers) // uses] for i in range(uses)):
+            x = F.pad(x, (0, 0, 0, -len(x) % TOKEN_MULTIPLE))
+            rows = None if rows is None else F.pad(rows, (0, -wanted % TOKEN_MULTIPLE))
+        for i in range(uses):
+            layer = self.layers[i * len(self.layers) // uses]
+            inputs = (x, batch, rows if i == uses - 1 else None)
             if self.gradient_checkpointing:
-                x = checkpoint(layer, x, batch, use_reentrant=False)  # with the same dropout
+                x = checkpoint(layer, *inputs, use_reentrant=False)  # with the same dropout
             else:
-                x = layer(x, batch)
-        return x[:tokens]
+                x = layer(*inputs)
+        return x[:wanted]
+
+    def transform_seen(self, x: Tensor, batch: Batch) -> States:
+        """Compute the last hidden states that the heads look at from the embeddings, (T, E)."""
+        rows = torch.cat([batch.masked_positions, batch.cu_seqlens[:-1].long()])
+        states = self.transform(x, batch, rows)
+        return States(*states.tensor_split([len(batch.masked_positions)]))
 
 
 class PretrainingModel(Encoder):
@@ -120,7 +133,7 @@ class PretrainingModel(Encoder):
         return {"": self}
 
     def compile_layers(self, backend: str | Callable = "inductor") -> None:
-        """Compile the layers; one dynamic graph serves all of them and any number of tokens."""
+        """Compile the layers: one dynamic graph for all but the last, any number of tokens."""
         # DDP would cut each layer in two at its buckets of 25 MB, to reduce gradients a little
         # earlier: the layers are small enough to be reduced one by one
         torch._dynamo.config.optimize_ddp = False
@@ -131,15 +144,14 @@ class PretrainingModel(Encoder):
         """Compute the last hidden state of each token, (T, D)."""
         return self.transform(self.embeddings(batch), batch)
 
-    def pair_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Compute the NSP logits from the hidden states (T, D) of [CLS] tokens, (B, 2)."""
-        pooled = self.pooler(hidden.index_select(0, batch.cu_seqlens[:-1]))  # (B, D)
-        return self.nsp(torch.tanh(pooled))
+    def pair_logits(self, first: Tensor) -> Tensor:
+        """Compute the NSP logits, (B, 2), from the hidden states of [CLS], (B, D)."""
+        return self.nsp(torch.tanh(self.pooler(first)))
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the row of sums of each objective (see `objectives`), (objectives, ROW)."""
-        hidden = self.encode(batch)
-        return torch.stack([one.measure(self, hidden, batch) for one in self.objectives])
+        states = self.transform_seen(self.embeddings(batch), batch)
+        return torch.stack([one.measure(self, states, batch) for one in self.objectives])
 
     @torch.no_grad()
     def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -149,29 +161,27 @@ class PretrainingModel(Encoder):
         score higher), int64 (M,); the rows of all objectives but MLM; and the `count_scores` of
         replaced tokens, where the model has them.
         """
-        hidden = self.encode(batch)
-        x = self.mlm(hidden.index_select(0, batch.masked_positions))  # (M, D)
+        states = self.transform_seen(self.embeddings(batch), batch)
+        x = self.mlm(states.masked)  # (M, D)
         scores = score_labels(x, self.embeddings.word.weight, self.mlm.bias, batch.masked_labels)
-        rows = [one.measure(self, hidden, batch) for one in self.objectives[1:]]
-        return *scores, torch.stack(rows) if rows else hidden.new_zeros(0, ROW), None
+        rows = [one.measure(self, states, batch) for one in self.objectives[1:]]
+        return *scores, torch.stack(rows) if rows else x.new_zeros(0, ROW), None
 
     def logits(self, batch: Batch) -> tuple[Tensor, ...]:
         """Compute the logits of each head: MLM (M, V), pairs (B, 2), replaced tokens (T,)."""
-        hidden, found = self.encode(batch), ()
-        if self.mlm:
-            found += (self.mlm_logits(hidden, batch),)
-        if self.nsp:
-            found += (self.pair_logits(hidden, batch),)
-        return (*found, self.rtd(hidden)) if self.rtd else found
+        if self.rtd:
+            return (self.rtd(self.encode(batch)),)
+        states = self.transform_seen(self.embeddings(batch), batch)
+        pairs = (self.pair_logits(states.first),) if self.nsp else ()
+        return self.mlm_logits(states.masked), *pairs
 
     def replaced_logits(self, batch: Batch) -> Tensor:
         """Compute how replaced each token looks, (T,); above 0: more likely than not."""
         return self.rtd(self.encode(batch))
 
-    def mlm_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Compute the MLM logits from the hidden states (T, D), (M, V)."""
-        x = self.mlm(hidden.index_select(0, batch.masked_positions))
-        return F.linear(x, self.embeddings.word.weight, self.mlm.bias)
+    def mlm_logits(self, masked: Tensor) -> Tensor:
+        """Compute the MLM logits, (M, V), from the hidden states of masked positions, (M, D)."""
+        return F.linear(self.mlm(masked), self.embeddings.word.weight, self.mlm.bias)
 
     def count_flops(self, batch: Batch) -> int:
         """Count the floating-point operations of a forward and backward pass on a batch.
@@ -181,17 +191,25 @@ class PretrainingModel(Encoder):
         nor dropout, norms, activations and the bag of words.
         """
         heads = {head for one in self.objectives for head in one.heads}
-        return 3 * 2 * count_products(self.config, self.vocab_size, heads, batch)
+        seen = len(batch.masked_labels) + len(batch.next_sentence_label)
+        return 3 * 2 * count_products(self.config, self.vocab_size, heads, batch, seen)
 
 
-def count_products(config: ModelConfig, vocab_size: int, heads: set[str], batch: Batch) -> int:
-    """Count the multiplications of the matrix products of a forward pass, with their additions."""
+def count_products(
+    config: ModelConfig, vocab_size: int, heads: set[str], batch: Batch, seen: int
+) -> int:
+    """Count the multiplications of the matrix products of a forward pass, with their additions.
+
+    seen: tokens whose last hidden state is wanted.
+    """
     size, width = config.hidden_size, config.embedding_width
     inner = config.intermediate_size or 4 * size
     tokens, lengths = len(batch.input_ids), batch.cu_seqlens.diff()
     attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens in a sequence
-    layer = tokens * (4 * size * size + 2 * size * inner) + attention
-    found = config.num_hidden_layers * layer + config.is_projected * tokens * width * size
+    before, after = 3 * size * size, size * size + 2 * size * inner  # of a token's attention
+    found = config.num_hidden_layers * (tokens * (before + after) + attention)
+    found -= (tokens - seen) * after
+    found += config.is_projected * tokens * width * size
     if "mlm" in heads:
         found += len(batch.masked_labels) * width * (size + vocab_size)
     if "nsp" in heads:

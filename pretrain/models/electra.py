@@ -55,39 +55,43 @@ class Electra(PretrainingModel):
         return {"": one.train(self.training), GENERATOR: other.train(self.training)}
 
     def generate(self, batch: Batch) -> Tensor:
-        """Compute the generator's last hidden state of each token."""
+        """Compute the generator's last hidden states of the masked positions, (M, D)."""
         self.generator.gradient_checkpointing = self.gradient_checkpointing
-        return self.generator.transform(self.embeddings(batch), batch)
+        return self.generator.transform(self.embeddings(batch), batch, batch.masked_positions)
 
-    def fill(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
-        """Compute the row of the generator from its hidden states (T, D), and the batch with its
+    def fill(self, masked: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+        """Compute the row of the generator from its hidden states (M, D), and the batch with its
         masks filled."""
         one = self.objectives[0]
-        found, drawn = one.measure_and_draw(self, hidden, batch, draw_chance(batch))
+        found, drawn = one.measure_and_draw(self, masked, batch, draw_chance(batch))
         ids = batch.input_ids.index_copy(0, batch.masked_positions, drawn)
         return found, replace(batch, input_ids=ids)
 
     def forward(self, batch: Batch) -> Tensor:
         found, filled = self.fill(self.generate(batch), batch)
-        return torch.stack([found, self.objectives[1].measure(self, self.encode(filled), filled)])
+        logits = self.rtd(self.encode(filled))
+        return torch.stack([found, self.objectives[1].measure(logits, filled)])
 
     @torch.no_grad()
     def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        hidden = self.generate(batch)
-        x = self.mlm(hidden.index_select(0, batch.masked_positions))
+        masked = self.generate(batch)
+        x = self.mlm(masked)
         scores = score_labels(x, self.embeddings.word.weight, self.mlm.bias, batch.masked_labels)
-        _, filled = self.fill(hidden, batch)
+        _, filled = self.fill(masked, batch)
         logits = self.rtd(self.encode(filled))
-        row = self.objectives[1].measure_logits(logits, filled)
+        row = self.objectives[1].measure(logits, filled)
         return *scores, row[None], count_scores(logits, find_replaced(filled))
 
     def logits(self, batch: Batch) -> tuple[Tensor, ...]:
         """Compute the generator's MLM logits (M, V), and how replaced each token looks (T,)."""
-        return self.mlm_logits(self.generate(batch), batch), self.rtd(self.encode(batch))
+        return self.mlm_logits(self.generate(batch)), self.rtd(self.encode(batch))
 
     def count_flops(self, batch: Batch) -> int:
-        parts = ((self.config.generator, {"mlm"}), (self.config, {"rtd"}))
-        return 3 * 2 * sum(count_products(c, self.vocab_size, heads, batch) for c, heads in parts)
+        parts = (
+            (self.config.generator, {"mlm"}, len(batch.masked_labels)),
+            (self.config, {"rtd"}, len(batch.input_ids)),
+        )
+        return 6 * sum(count_products(c, self.vocab_size, h, batch, n) for c, h, n in parts)
 
 
 def draw_chance(batch: Batch) -> Tensor:

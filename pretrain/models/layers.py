@@ -1,10 +1,11 @@
 """The parts that all families are made of: embeddings, attention, encoder layer and MLM head.
 
 Sequences are packed end to end, so linear layers compute on no padding (except a little on a CPU,
-see `TOKEN_MULTIPLE`), and the MLM head sees the masked positions only.
+see `TOKEN_MULTIPLE`). The last layer computes only on what the heads look at, and the MLM head on
+the masked positions.
 
-Shapes: T tokens in total, M masked positions, D hidden size, E embedding size, H heads, V
-vocabulary.
+Shapes: T tokens in total, R of them wanted, M masked positions, D hidden size, E embedding size, H
+heads, V vocabulary.
 """
 
 import torch
@@ -43,7 +44,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention within each sequence: (T, D) -> (T, D)."""
+    """Multi-head self-attention within each sequence: (T, D) -> (R, D)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -53,17 +54,20 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
         self.out = nn.Linear(size, size)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
         # one product, but three parameters, since Muon orthogonalises each matrix
         three = (self.query, self.key, self.value)
         weight, bias = torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])
         qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, D/H)
-        x = attend(qkv, batch, self.dropout if self.training else 0.0)
-        return self.out(x.flatten(1))  # (T, D)
+        x = attend(qkv, batch, self.dropout if self.training else 0.0).flatten(1)
+        return self.out(pick(x, rows))  # (R, D)
 
 
 class Layer(nn.Module):
-    """One encoder layer, with LayerNorm after each residual: (T, D) -> (T, D)."""
+    """One encoder layer, with LayerNorm after each residual: (T, D) -> (R, D).
+
+    rows: int64 (R,), the tokens whose output is wanted; None: all of them, R = T.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -77,9 +81,15 @@ class Layer(nn.Module):
         self.dropout = Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, batch)))
-        return self.norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # (T, D)
+    def forward(self, x: Tensor, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        attended = self.attention(x, batch, rows)
+        x = self.attention_norm(pick(x, rows) + self.dropout(attended))
+        return self.norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # (R, D)
+
+
+def pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Select rows, or all of them without a copy."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 class ReplacedTokenHead(nn.Module):

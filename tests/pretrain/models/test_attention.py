@@ -169,7 +169,7 @@ def test_dropout_of_the_kernel_is_of_the_seed_and_keeps_the_mean(device) -> None
         assert (mean - wanted).norm() < (one - wanted).norm() / 10
 
 
-def test_compiled_layers_with_dropout_are_one_graph_to_train_and_one_to_evaluate(device) -> None:
+def test_compiled_layers_with_dropout_are_two_graphs_to_train_and_two_to_evaluate(device) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -193,7 +193,8 @@ def test_compiled_layers_with_dropout_are_one_graph_to_train_and_one_to_evaluate
         with torch.autocast(device.type, torch.bfloat16):
             compiled.eval().score(batch_of(5, 17, len(lengths)).to(device))
         compiled.train()
-    assert counters["stats"]["unique_graphs"] == 2
+    # the last layer, which computes on fewer tokens, has a graph of its own
+    assert counters["stats"]["unique_graphs"] == 4
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -230,6 +230,27 @@ def test_other_tokens_beside_a_sequence_change_nothing_in_it(batch, vocabulary) 
     assert not torch.equal(model.encode(batch)[~mine], model.encode(other)[~mine])
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_the_heads_look_at_is_as_if_the_last_layer_computed_on_all_tokens(
+    batch, vocabulary, layers, checkpointing
+) -> None:
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = build(replace(TINY, num_hidden_layers=layers, **no_dropout), len(vocabulary)).double()
+    model.gradient_checkpointing = checkpointing
+    lengths = []
+    model.layers[-1].up.register_forward_hook(lambda *hook: lengths.append(len(hook[-1])))
+    seen = model.transform_seen(model.embeddings(batch), batch)
+    hidden = model.encode(batch)
+    wanted = hidden[batch.masked_positions], hidden[batch.cu_seqlens[:-1]]
+    assert lengths[0] < len(batch.masked_positions) + 8 + TOKEN_MULTIPLE < lengths[-1]
+    weights = model.state_dict(keep_vars=True)
+    some = [p for name, p in weights.items() if "layers" in name]
+    found = [torch.autograd.grad(sum(x.pow(2).sum() for x in xs), some) for xs in (seen, wanted)]
+    for one, other in zip((*seen, *found[0]), (*wanted, *found[1]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_every_token_of_a_sequence_sees_every_other(batch, vocabulary) -> None:
     model = build(replace(TINY, num_hidden_layers=1), len(vocabulary)).eval()
     alone = one_sequence(batch, 0)
@@ -308,8 +329,9 @@ def test_no_linear_layer_computes_on_padding_but_to_the_next_multiple(
     masked = len(batch.masked_labels)
     assert tokens < sequences * batch.max_length and masked < tokens
     # query, key and value in one product, out, up and down; both products of both heads
-    filled = -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-    wanted = [filled] * 4 * TINY.num_hidden_layers + [masked] * 2 + [sequences] * 2
+    filled, seen = (-(-n // TOKEN_MULTIPLE) * TOKEN_MULTIPLE for n in (tokens, masked + sequences))
+    wanted = [filled] * 4 * (TINY.num_hidden_layers - 1) + [filled] + [seen] * 3
+    wanted += [masked] * 2 + [sequences] * 2
     assert sorted(rows) == sorted(wanted)
     assert mlm_logits.shape == (masked, len(vocabulary))
 
@@ -337,7 +359,7 @@ def test_attention_in_groups_is_attention_in_padded_rows(dropout, batch) -> None
 # -------------------------------------------------------------------------------- compilation
 
 
-def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
+def test_two_compiled_graphs_serve_all_layers_and_any_number_of_tokens(
     store, vocabulary, monkeypatch
 ) -> None:
     from torch._dynamo.utils import counters
@@ -359,7 +381,8 @@ def test_one_compiled_graph_serves_all_layers_and_any_number_of_tokens(
             losses.sum().backward()
         for (name, a), b in zip(compiled.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=name)
-    assert counters["stats"]["unique_graphs"] == 1
+    # the last layer, which computes on fewer tokens, has a graph of its own
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_model_starts_at_the_frequencies_of_its_tokens(batch, vocabulary) -> None:
