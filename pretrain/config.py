@@ -200,6 +200,10 @@ class TrainConfig:
     bag_of_words_weight: float = number(0.0, "[0, 1000]")
     """Weight of a loss that predicts from [CLS] which tokens of a sequence are masked; 0: without
     it. A model of width 256 learns words and pairs faster by it, one of width 128 words slower."""
+    sampled_softmax: int = number(0, "[0, 1e7]")
+    """Tokens of the vocabulary that a training step scores for a masked position, to estimate the
+    loss: frequent ones always, others by chance; 0: all. A small model on a CPU learns more by it
+    in the same time, because the scores are most of its work. Evaluation scores all."""
     gradient_checkpointing: bool = False
     """Store only the input of each layer and recompute the rest in the backward pass: the same
     results in less memory, with a third more compute."""
@@ -369,6 +373,11 @@ class Config(DataConfig):
             not (family.discriminator and weight),
             f"train.bag_of_words_weight is {weight:g}, and {family.title} has no head by which "
             "[CLS] could predict words; set train.bag_of_words_weight=0",
+        )
+        check(
+            not (family.discriminator and self.train.sampled_softmax),
+            f"train.sampled_softmax is {self.train.sampled_softmax}, and {family.title} draws from "
+            "the scores of all tokens; set train.sampled_softmax=0",
         )
         if self.data.objective == "none":
             return

@@ -49,6 +49,7 @@ TRAIN = (
     "adam_epsilon",
     "max_grad_norm",
     "bag_of_words_weight",
+    "sampled_softmax",
 )
 PHASE_DATA = ("max_seq_length", "masked_lm_prob", "max_predictions_per_seq", "short_seq_prob")
 PHASE_TRAIN = ("global_batch_size", "learning_rate")

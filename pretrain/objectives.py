@@ -26,6 +26,7 @@ from data_pipeline.sampling.baselines import (
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.loss import cross_entropy_and_draw, next_sentence_loss, replaced_token_loss
+from pretrain.sampled_softmax import sampled_cross_entropy
 
 MOST_COMPARED = 200_000  # pairs whose words are compared
 ROW = 3  # sum of losses in nats, number of correct predictions, number of labels
@@ -50,8 +51,14 @@ class MaskedLM:
         return len(batch.masked_labels)
 
     def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
-        """Compute the row of a batch, float32 (ROW,)."""
-        return self.measure_and_draw(model, states.masked, batch, None)[0]
+        """Compute the row of a batch, float32 (ROW,); in training, estimate it if the model has
+        chances to sample tokens with."""
+        if model.sample_chances is None or not model.training:
+            return self.measure_and_draw(model, states.masked, batch, None)[0]
+        weight, bias = model.embeddings.word.weight, model.mlm.bias
+        labels, chances = batch.masked_labels, model.sample_chances
+        x = model.mlm(states.masked)  # (M, D)
+        return row(*sampled_cross_entropy(x, weight, bias, labels, chances), self.count(batch))
 
     def measure_and_draw(
         self, model: nn.Module, masked: Tensor, batch: Batch, chance: Tensor | None

@@ -59,12 +59,13 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         store, sources = assumed.store, build_sources(phases, assumed.store)
         print(*assumed.lines, sep="\n")
     fingerprint_run(config, store, accelerator)
-    model = build_model(config, len(store.vocabulary)).to(accelerator.device)
+    counts = None if assumed else sample_counts(store)
+    of_model = torch.ones(len(store.vocabulary)) if assumed else torch.from_numpy(counts)
+    model = build_model(config, of_model).to(accelerator.device)
     weights, embeddings, encoder = map(count_parameters, (model, model.embeddings, model.layers))
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
     for name, part in list(model.parts().items())[1:]:
         rows["parameters"] += f"; {name} {count_parameters(part):,} with the same embeddings"
-    counts = None if assumed else sample_counts(store)[store.vocabulary.ordinary]
     total, fed, unusual = 0.0, [], []
     for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
@@ -78,7 +79,8 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
             f"{steps:,} steps of {size:,} sequences, {of_what}; "
             f"{operations / len(sample.input_ids):.3g} FLOPs a token"
         )
-        unusual += warnings(phase, epochs, tokens, counts)
+        of_words = None if counts is None else counts[store.vocabulary.ordinary]
+        unusual += warnings(phase, epochs, tokens, of_words)
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
     optimizers = build_optimizers(model, train, matrix_dtype(accelerator))
@@ -295,7 +297,9 @@ def check(config: Config) -> None:
     accelerator = build_accelerator(config.train, phases)
     (store, (source, *_)), top = open_token_store(config, phases), phases[0].train.learning_rate
     fingerprint_run(config, store, accelerator)
-    model = build_model(config, len(store.vocabulary)).to(accelerator.device).eval()  # no dropout
+    counts = torch.from_numpy(sample_counts(store))
+    # without dropout, and scoring all tokens
+    model = build_model(config, counts).to(accelerator.device).eval()
     optimizers = build_optimizers(model, config.train, matrix_dtype(accelerator))
     print(show_sequence(source.batch(0, 1), store.vocabulary, config.data.objective))
     batch = source.batch(0, SEQUENCES).to(accelerator.device)

@@ -126,11 +126,12 @@ def set_up(config: Config) -> Run:
         source.recall_sizes(sizes)
 
     # model and optimizers
-    bare = build_model(config, len(store.vocabulary))
+    counts = torch.from_numpy(sample_counts(store))
+    bare = build_model(config, counts)
     if checkpoint:
         load_model(checkpoint, bare)
     else:
-        bare.start_at_frequencies(torch.from_numpy(sample_counts(store)))
+        bare.start_at_frequencies(counts)
         if config.init_from:
             folder = Path(config.init_from).expanduser()
             accelerator.print(*start_from(folder, bare, store.vocabulary.pieces), sep="\n")
@@ -199,16 +200,20 @@ def check_resources(config: Config, vocab_size: int) -> None:
     check_space(Path(config.run_dir), wanted, "a run with its checkpoints", "run_dir")
 
 
-def build_model(config: Config, vocab_size: int) -> PretrainingModel:
+def build_model(config: Config, counts: torch.Tensor) -> PretrainingModel:
     """Build the initial model, with the heads of its objectives.
 
+    counts: of each token of the vocabulary in the corpus, (V,).
     Raises `UserError` if this machine is too small for it.
     """
-    check_resources(config, vocab_size)
+    check_resources(config, len(counts))
     torch.manual_seed(config.seed)
-    asked = config.data.objective, config.train.bag_of_words_weight
-    model = model_of(config.model, vocab_size, *asked)
-    model.gradient_checkpointing = config.train.gradient_checkpointing
+    train = config.train
+    asked = config.data.objective, train.bag_of_words_weight
+    model = model_of(config.model, len(counts), *asked)
+    model.gradient_checkpointing = train.gradient_checkpointing
+    if 0 < train.sampled_softmax < len(counts):
+        model.sample_softmax(counts, train.sampled_softmax)
     return model
 
 

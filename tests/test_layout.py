@@ -20,7 +20,7 @@ FLOORS = [
     ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),
     ("data_pipeline.report", "audit checks page __main__"),
     ("data_pipeline", "__main__"),
-    ("pretrain", "families config tracking loss objectives"),
+    ("pretrain", "families config tracking loss sampled_softmax objectives"),
     ("pretrain.models", "cpu attention layers bert electra build"),
     ("pretrain", "watch sharding agreement optim fingerprint"),
     (

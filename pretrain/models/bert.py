@@ -19,6 +19,7 @@ from pretrain.loss import score_labels
 from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.models.layers import Embeddings, Layer, MaskedLMHead, ReplacedTokenHead
 from pretrain.objectives import ROW, States, objectives_of
+from pretrain.sampled_softmax import sample_chances
 
 MOST_EPS = 1e-10  # of a LayerNorm that any size of embeddings leaves alone
 
@@ -75,6 +76,7 @@ class PretrainingModel(Encoder):
         super().__init__(config, Embeddings(config, vocab_size))
         size, heads = config.hidden_size, {head for one in objectives for head in one.heads}
         self.objectives = objectives
+        self.sample_chances: Tensor | None = None  # of the tokens in a training step's softmax
         self.pooler = nn.Linear(size, size) if "nsp" in heads else None
         self.mlm = MaskedLMHead(config, vocab_size) if "mlm" in heads else None
         self.nsp = nn.Linear(size, 2) if "nsp" in heads else None
@@ -89,6 +91,11 @@ class PretrainingModel(Encoder):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
+
+    def sample_softmax(self, counts: Tensor, size: int) -> None:
+        """Let a training step estimate the MLM loss from a sample of `size` tokens of the
+        vocabulary, given the counts of all in the corpus, (V,)."""
+        self.sample_chances = sample_chances(counts, size)
 
     @torch.no_grad()
     def start_at_frequencies(self, counts: Tensor) -> None:
@@ -192,14 +199,17 @@ class PretrainingModel(Encoder):
         """
         heads = {head for one in self.objectives for head in one.heads}
         seen = len(batch.masked_labels) + len(batch.next_sentence_label)
-        return 3 * 2 * count_products(self.config, self.vocab_size, heads, batch, seen)
+        chances = self.sample_chances
+        scored = self.vocab_size if chances is None else round(chances.sum().item()) + 1
+        return 3 * 2 * count_products(self.config, scored, heads, batch, seen)
 
 
 def count_products(
-    config: ModelConfig, vocab_size: int, heads: set[str], batch: Batch, seen: int
+    config: ModelConfig, scored: int, heads: set[str], batch: Batch, seen: int
 ) -> int:
     """Count the multiplications of the matrix products of a forward pass, with their additions.
 
+    scored: tokens of the vocabulary that are scored for a masked position.
     seen: tokens whose last hidden state is wanted.
     """
     size, width = config.hidden_size, config.embedding_width
@@ -211,7 +221,7 @@ def count_products(
     found -= (tokens - seen) * after
     found += config.is_projected * tokens * width * size
     if "mlm" in heads:
-        found += len(batch.masked_labels) * width * (size + vocab_size)
+        found += len(batch.masked_labels) * width * (size + scored)
     if "nsp" in heads:
         found += len(lengths) * size * (size + 2)
     if "rtd" in heads:

@@ -425,6 +425,7 @@ ALONE = ("model.architecture=electra", "data.objective=none")
         (("model.architecture=electra",), "objective is nsp, and ELECTRA has no pair head"),
         ((*ALONE, "model.generator_size=0.3"), "a generator of width 230 with 4 heads"),
         ((*ALONE, "train.bag_of_words_weight=1"), "bag_of_words_weight is 1, and ELECTRA has no"),
+        ((*ALONE, "train.sampled_softmax=9"), "sampled_softmax is 9, and ELECTRA draws from the"),
     ],
 )
 def test_a_setting_that_a_family_lacks_is_refused(overrides, named, tmp_path) -> None:
