@@ -54,7 +54,7 @@ FORKS.set_forkserver_preload(
 
 
 def fork(
-    *commands: list[str], folder: Path = ROOT, timeout: float = 300, **env: str
+    *commands: list[str], folder: Path = ROOT, timeout: float = 600, **env: str
 ) -> subprocess.CompletedProcess:
     """Run `python` with the words of each command, as the ranks of one job if there are several.
 

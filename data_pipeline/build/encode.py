@@ -17,7 +17,7 @@ import numpy as np
 
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.arrays import append_array, pack_bits, save_array, write_array
-from data_pipeline.common.folders import atomic_folder
+from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import CorpusConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk, Rejects, text_hash
 from data_pipeline.corpus.selection import Selection, read_selected
@@ -66,7 +66,7 @@ def scan_group(
     numbering = partial(number_words, split=splitter, index=index)
     if segment:
         numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
-    with atomic_folder(out, shared=True) as folder:
+    with sealed_folder(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
         size, read, hashes = 0, 0, []
         for chunk in group:
@@ -174,7 +174,7 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> N
     table, ends = np.array(ids, dtype_of(len(pieces))), np.array(ends, np.int32)
     lengths = np.diff(ends, prepend=np.int32(0))
     starts = ends - lengths
-    with atomic_folder(out, shared=True) as folder:
+    with sealed_folder(out, shared=True) as folder:
         entries = {
             split: encode_split(scan / split, folder / split, table, starts, lengths)
             for split in SPLITS

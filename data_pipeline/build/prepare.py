@@ -39,14 +39,15 @@ from data_pipeline.build.sentences import sentence_splitter
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import (
-    atomic_folder,
     check_space,
     claim_folder,
     install_files,
+    is_sound,
     lock_folder,
     remove_entries,
+    sealed_folder,
 )
-from data_pipeline.common.system import count_cpus
+from data_pipeline.common.system import count_cpus, progress_bar
 from data_pipeline.config import PROBES_FILE, DataConfig, to_list
 from data_pipeline.corpus.readers import (
     BAD_ROWS,
@@ -118,12 +119,13 @@ def prepare(
     run = partial(run_tasks, workers=workers or count_cpus(), cluster=cluster)
     with lock_folder(work.data_dir, shared=array_task is not None):
         check_disk(work)
+        if not array_task:
+            remove_others(work)
+            remove_damaged(work)
         stages = [stage for stage in STAGES if not stage.is_complete(work)]
         if array_task:
             run_array_task(stages[0], work, array_task, run)
-            return
-        remove_others(work)
-        if finish:
+        elif finish:
             finish_stage(stages[0], work)
         else:
             run_stages(stages, work, run)
@@ -185,8 +187,8 @@ class Work:
         self.pairs = read_pairs(named, self.probes.pairs_per_paradigm) if named else []
         vocab = replace(config.vocab, size=final_size(config.vocab, self.existing))
         self.settings = store_settings(self.corpus, vocab, self.chunks, self.existing)
-        # versions 1 and 2 divided the text among the tasks in another way
-        self.name = settings_key(self.settings | {"work": 3})[:16]
+        # versions 1 and 2 divided the text among the tasks in another way, 3 kept no hashes
+        self.name = settings_key(self.settings | {"work": 4})[:16]
         self.groups = group_chunks(self.chunks)
         self.hashed, self.scans = self.results("hashes"), self.results("scan")
         self.earlier = self.folder / f"{self.name}-earlier"
@@ -251,7 +253,7 @@ def join_words(work: Work) -> None:
         raise UserError(f"{names}: {error}") from None
     report = report_vocabulary(pieces, len(work.existing), counts, unseen, work.vocab)
     report["accents"] = measure_accents(sample_text(work), work.vocab)
-    with atomic_folder(work.vocab_dir) as folder:
+    with sealed_folder(work.vocab_dir) as folder:
         write_tokenizer(folder, pieces, work.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
@@ -386,6 +388,19 @@ def remove_others(work: Work) -> None:
                 is_work(name) and (name.endswith(".tmp") or not name.startswith(work.name))
             ),
         )
+
+
+def remove_damaged(work: Work) -> None:
+    """Remove the results of commands before this one that are not as they were written, so that
+    they are made again, and with them what was made of all results together."""
+    found = sorted(path for path in work.folder.glob(f"{work.name}-*") if path.is_dir())
+    size = sum(path.stat().st_size for one in found for path in one.rglob("*"))
+    with progress_bar("checking", size, "B", delay=5) as bar:
+        damaged = [path for path in found if not is_sound(path, bar.update)]
+    if damaged:
+        print(f"damaged and made again: {len(damaged)} of {len(found)} results, {damaged[0]} first")
+        names = {path.name for path in (*damaged, work.earlier, work.vocab_dir)}
+        remove_entries(work.folder, names.__contains__)
 
 
 def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileChunk]]) -> None:

@@ -6,6 +6,7 @@ anything except the names that are about to be written, and only those names are
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +15,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.reading import check_regular
+from data_pipeline.common.reading import SHA256, check_regular, read_json
 
 MARKER = ".bert-pretrain"
+SEAL = "sha256.json"  # of a folder of intermediate results
 NOTE = "bert-pretrain writes in this folder and replaces what it has written here.\n"
 
 
@@ -98,6 +100,24 @@ def atomic_folder(out: Path, shared: bool = False) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def sealed_folder(out: Path, shared: bool = False) -> Iterator[Path]:
+    """Open an `atomic_folder` that gets the hashes of its files, which `is_sound` compares."""
+    with atomic_folder(out, shared) as folder:
+        yield folder
+        (folder / SEAL).write_text(json.dumps(hash_files(folder)))
+
+
+def is_sound(folder: Path, note: Callable[[int], object] = int) -> bool:
+    """Tell whether the files of a sealed folder are those that were written, byte for byte; calls
+    `note` with the size of each part read."""
+    try:
+        wanted = read_json(folder / SEAL, {str: SHA256}, "")
+    except (UserError, FileNotFoundError):
+        return False
+    return wanted == hash_files(folder, note)
+
+
 def check_space(folder: Path, wanted: float, what: str, key: str) -> None:
     """Raise `UserError` unless the disk of a folder, which may not exist yet, has `wanted` bytes.
 
@@ -138,6 +158,12 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
         except OSError as error:  # some network file systems have no locks
             print(f"{folder} cannot be locked ({error.strerror}): do not run another command in it")
         yield
+
+
+def hash_files(folder: Path, note: Callable[[int], object] = int) -> dict[str, str]:
+    """Hash each file beneath `folder` but its seal: relative path -> SHA-256."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
+    return {str(path.relative_to(folder)): hash_file(path, note) for path in files}
 
 
 def hash_file(path: Path, note: Callable[[int], object] = int) -> str:

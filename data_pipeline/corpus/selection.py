@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.common.arrays import append_array, save_array
-from data_pipeline.common.folders import atomic_folder
+from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
 from data_pipeline.corpus.files import OPENERS
 from data_pipeline.corpus.readers import (
@@ -107,7 +107,7 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
     themselves, if its file `is_costly`. Memory: 8 bytes per hash or length.
     """
     hashes, characters, rejects = {kind: array("Q") for kind in KINDS}, array("q"), Rejects()
-    with atomic_folder(out) as folder:
+    with sealed_folder(out) as folder:
         documents = chain.from_iterable(read_documents(c, source, rejects) for c in group)
         if is_costly(group[0].path, group[0].layout):
             documents = keep(documents, folder)
@@ -165,7 +165,7 @@ def find_earlier(hashed: list[Path], out: Path) -> None:
     Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder `out` for
     each chunk i that has any.
     """
-    with atomic_folder(out) as folder:
+    with sealed_folder(out) as folder:
         for kind in KINDS:
             files = [path / f"{kind}.npy" for path in hashed]
             n = 1 + sum(path.stat().st_size for path in files) // (8 * MERGED)

@@ -1,6 +1,7 @@
 """What is interrupted in any way ends with the bits of what is not."""
 
 import sys
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def test_a_kill_at_each_part_of_a_save_is_survived(
 
 
 def test_a_kill_is_survived_and_a_fault_that_never_comes_is_no_survivor(runs: chaos.Chaos) -> None:
-    (one,) = chaos.run_chaos(runs, ["kill"], 1, seed=1)
+    others = copy(runs)  # beside the six faults of each kind
+    others.out = runs.out / "others"
+    (one,) = chaos.run_chaos(others, ["kill"], 1, seed=1)
     assert one["fired"] and one["survived"], one
     plan = {"point": "pretrain.train:save_run", "number": 99, "fault": "os.abort()"}
     assert runs.launch(runs.out / "never", "kill", 1, "first", **plan) == 0

@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -221,6 +223,35 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
         prepare(config_of(files, tmp_path / "data"), workers=1)
     assert len(reread) == (2 if where == "read_selected" else 0)  # what was complete is kept
     assert contents(tmp_path / "data") == uninterrupted
+
+
+@pytest.mark.parametrize("where, calls", [("write_tokenizer", 0), ("write_array", 5)])
+def test_damaged_results_of_a_killed_command_are_made_again(
+    files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, capsys, where, calls
+):
+    write_config(tmp_path, files)
+    command = [sys.executable, "-c", KILLED, where, str(calls), str(tmp_path / "c.yaml")]
+    subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    draw = Random(where)
+    work = tmp_path / "data/work"
+    left = [str(p.relative_to(work)) for p in sorted(work.rglob("*")) if p.is_file()]
+    kinds = {re.sub(r"-\d{5}", "", name[17:]): name for name in left if ".tmp" not in name}
+    assert len(kinds) > 10
+    for number, name in enumerate(kinds.values()):
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+        path = tmp_path / "copy/work" / name
+        data = bytearray(path.read_bytes())
+        if number % 4 == 0 or not data:
+            path.unlink()
+        elif number % 4 == 1:
+            path.write_bytes(data[: draw.randrange(len(data))])
+        else:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            path.write_bytes(data)
+        prepare(config_of(files, tmp_path / "copy"), workers=1)
+        assert contents(tmp_path / "copy") == uninterrupted
+        assert "damaged and made again: 1 of" in capsys.readouterr().out, name
+        shutil.rmtree(tmp_path / "copy")
 
 
 def kill_self() -> None:
