@@ -5,10 +5,10 @@ dimensions the MLM head takes a third of a step. The sum in the softmax is estim
 importance sampling (Bengio and Senécal 2003). Frequent tokens are always in the sample; of the
 others, each stands for those that are not. Evaluation and export know nothing of it.
 
-    token        the    of   cat  ...  yurt  zinc
-    chance         1     1  0.71       0.10  0.12
-    in sample    yes   yes   yes         no   yes     10 of 12 rare tokens are not
-    counts for     1     1  1.41              8.3
+    token        the   of   cat  ...  yurt  zinc
+    chance         1    1  0.71       0.10  0.12
+    in sample    yes  yes   yes         no   yes
+    counts for     1    1  1.41              8.3     zinc for itself and seven others
 
 Shapes: M masked positions, D hidden size, V vocabulary, S sample.
 """
