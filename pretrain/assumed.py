@@ -17,16 +17,13 @@ from data_pipeline.build.encode import dtype_of
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.system import count_cpus
 from data_pipeline.config import CorpusConfig, DataConfig, SourceConfig, VocabConfig, to_list
-from data_pipeline.corpus.readers import (
+from data_pipeline.corpus.readers import FileChunk, Rejects, is_costly, read_documents
+from data_pipeline.corpus.sources import (
     CHUNK_BYTES,
-    FileChunk,
-    Rejects,
     find_layouts,
-    is_costly,
     layout_by_name,
     list_files,
     name_source,
-    read_documents,
 )
 from data_pipeline.sampling.token_store import SPECIAL_TOKENS, TokenStore, Vocabulary
 from data_pipeline.vocabulary.existing import final_size, read_existing

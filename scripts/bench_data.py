@@ -22,7 +22,8 @@ from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.system import count_cpus
 from data_pipeline.config import DataConfig, PairsConfig
-from data_pipeline.corpus.readers import Rejects, list_file_chunks, read_documents
+from data_pipeline.corpus.readers import Rejects, read_documents
+from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 

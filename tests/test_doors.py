@@ -35,7 +35,8 @@ from data_pipeline.build.probes import read_pairs, write_probes
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.config import DataConfig, ProbesConfig, SourceConfig, VocabConfig, load_config
-from data_pipeline.corpus.readers import Rejects, list_source, read_documents
+from data_pipeline.corpus.readers import Rejects, read_documents
+from data_pipeline.corpus.sources import list_source
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer, read_existing

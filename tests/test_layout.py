@@ -15,7 +15,7 @@ FLOORS = [
     ("data_pipeline.common", "errors streams system signals reading arrays plug_ins folders pages"),
     ("data_pipeline", "config"),
     ("data_pipeline.sampling", "token_store soundness pairs masking batches baselines"),
-    ("data_pipeline.corpus", "python_docs files readers selection"),
+    ("data_pipeline.corpus", "python_docs files readers sources selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),
     ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),
     ("data_pipeline.report", "audit checks page __main__"),

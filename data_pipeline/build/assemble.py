@@ -18,7 +18,8 @@ from data_pipeline.common.errors import UserError, red
 from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import CorpusConfig
-from data_pipeline.corpus.readers import FileChunk, left_out, name_source
+from data_pipeline.corpus.readers import FileChunk, left_out
+from data_pipeline.corpus.sources import name_source
 from data_pipeline.sampling.soundness import SPLITS, hash_manifest
 from data_pipeline.sampling.token_store import (
     ARRAYS,

@@ -19,8 +19,8 @@ from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.arrays import append_array, pack_bits, save_array, write_array
 from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import CorpusConfig, VocabConfig
-from data_pipeline.corpus.readers import FileChunk, Rejects, text_hash
-from data_pipeline.corpus.selection import Selection, read_selected
+from data_pipeline.corpus.readers import FileChunk, Rejects
+from data_pipeline.corpus.selection import Selection, read_selected, text_hash
 from data_pipeline.sampling.soundness import SPLITS
 from data_pipeline.sampling.token_store import read_vocabulary
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer

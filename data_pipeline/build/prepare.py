@@ -49,15 +49,7 @@ from data_pipeline.common.folders import (
 )
 from data_pipeline.common.system import count_cpus, progress_bar
 from data_pipeline.config import PROBES_FILE, DataConfig, to_list
-from data_pipeline.corpus.readers import (
-    BAD_ROWS,
-    FileChunk,
-    Rejects,
-    left_out,
-    list_file_chunks,
-    name_source,
-    read_documents,
-)
+from data_pipeline.corpus.readers import BAD_ROWS, FileChunk, Rejects, left_out, read_documents
 from data_pipeline.corpus.selection import (
     count_bytes,
     find_earlier,
@@ -66,6 +58,7 @@ from data_pipeline.corpus.selection import (
     needs_selection,
     select,
 )
+from data_pipeline.corpus.sources import list_file_chunks, name_source
 from data_pipeline.sampling.soundness import CHECKED_FILE
 from data_pipeline.sampling.token_store import Vocabulary, read_manifest, read_vocabulary
 from data_pipeline.vocabulary.coverage import (

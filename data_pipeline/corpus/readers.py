@@ -1,47 +1,24 @@
-"""List the file chunks of a corpus, and read the documents of each as clean text.
+"""Read the documents of a file chunk as clean text, one `str` each.
 
-A corpus has one or several sources, which are divided into file chunks: a byte range of a file, a
-whole compressed file, or a shard of a dataset. A worker needs nothing else to read its documents,
-one `str` each, than the chunk and its source. All that is known about a format is its row of
-`READERS`, at the end.
+A worker needs nothing else for that than the chunk and its source. All that is known about a format
+is its row of `READERS`, at the end.
 """
 
 import codecs
 import csv
-import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from glob import glob, has_magic
-from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.reading import read_json
-from data_pipeline.config import (
-    CorpusConfig,
-    DatasetConfig,
-    SourceConfig,
-    check_choice,
-    to_list,
-)
-from data_pipeline.corpus.files import (
-    OPENERS,
-    SLOW,
-    guess,
-    is_mostly_nul,
-    open_bytes,
-    open_file,
-    read,
-)
+from data_pipeline.config import DatasetConfig, SourceConfig, to_list
+from data_pipeline.corpus.files import SLOW, guess, is_mostly_nul, open_bytes, read
 
-CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
-BLOCK_BYTES = 1 << 20
 MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
 MOST_RATIO, SURE_BYTES = 200, 1 << 26  # of unpacked to packed bytes, beyond the first 64 MB
 ROWS = 16  # of a Parquet file to unpack at once, in which a text may recur
@@ -87,166 +64,7 @@ def left_out(causes: dict[str, int]) -> str:
     return ", ".join(f"{n:,} {cause}" for cause, n in causes.items()) or "none"
 
 
-# ---------------------------------------------------------------------------------- listing
-
-
-def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
-    """List the file chunks of a corpus in order; raises `UserError` if a file does not exist."""
-    return [
-        replace(chunk, source=i)
-        for i, source in enumerate(corpus.each_source())
-        for chunk in list_source(source)
-    ]
-
-
-def list_source(source: SourceConfig) -> list[FileChunk]:
-    if source.builtin:
-        return [FileChunk("python-docs", "python-docs")]
-    if source.dataset:
-        shards = getattr(open_dataset(source.dataset), "num_shards", 1)
-        return [FileChunk(source.dataset.path, "dataset", i, shards) for i in range(shards)]
-    chunks = []
-    for path, layout in find_layouts(list_files(to_list(source.files)), source).items():
-        size, version = os.path.getsize(path), sample_hash(path)
-        for start, end in cut_file(path, READERS[layout].boundary, size, source.encoding):
-            chunks.append(FileChunk(path, layout, start, end, version))
-    return chunks
-
-
-def find_layouts(paths: list[str], source: SourceConfig) -> dict[str, str]:
-    """Find the layout of each file: the configured one, that of its suffix, or the one detected.
-
-    Raises `UserError` if the configured layout is not one of files.
-    """
-    layouts = [name for name, reader in READERS.items() if reader.is_file]
-    check_choice("corpus.layout", source.layout, ("auto", *layouts))
-    if source.layout != "auto":
-        return dict.fromkeys(paths, source.layout)
-    found = {path: layout_by_name(path) for path in paths}
-    texts = [path for path, layout in found.items() if not layout]
-    return found | dict.fromkeys(texts, detect_layout(texts, source.encoding))
-
-
-def name_source(source: SourceConfig) -> str:
-    """Name a source in messages: by its first file, its dataset or its built-in corpus."""
-    first, *others = to_list(source.files) or [source.builtin or source.dataset.path]
-    return f"{first} and {len(others)} more" if others else first
-
-
-def list_files(patterns: list[str]) -> list[str]:
-    """Expand paths and globs to files, in the order given and without repetition.
-
-    Raises `UserError` if one matches no file.
-    """
-    paths = []
-    for pattern in patterns:
-        found = sorted(p for p in glob(pattern, recursive=True) if os.path.isfile(p))
-        if os.path.isfile(pattern):
-            found = [pattern]
-        elif saved := list_saved(pattern):
-            found = saved
-        elif os.path.isdir(pattern):
-            raise UserError(f"corpus file {pattern} is a folder; name its files: '{pattern}/*.txt'")
-        elif not found:
-            what = "no file matches" if has_magic(pattern) else "no corpus file at"
-            raise UserError(f"{what} {pattern} (in {os.getcwd()}); correct corpus.files")
-        paths += found
-    return list(dict.fromkeys(paths))
-
-
-def sample_hash(path: str) -> str:
-    """Hash a file's size, first and last megabyte: enough to notice that a file has changed."""
-    with open_file(path) as file:
-        digest = hashlib.blake2b(file.read(BLOCK_BYTES), digest_size=16)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - BLOCK_BYTES))
-        digest.update(file.read() + str(size).encode())
-    return digest.hexdigest()
-
-
-def list_saved(folder: str) -> list[str]:
-    """List the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote.
-
-    Returns none for other folders; raises `UserError` for a folder with several splits.
-    """
-    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
-        splits = sorted(name for name in os.listdir(folder) if "." not in name)
-        raise UserError(
-            f"corpus folder {folder} holds several splits ({', '.join(splits)}); name one: "
-            f"{os.path.join(folder, splits[0] if splits else 'train')}"
-        )
-    try:
-        shape = {"_data_files": [{"filename": str}]}
-        state = read_json(Path(folder, "state.json"), shape, "")
-    except (OSError, UserError):
-        return []
-    return [os.path.join(folder, entry["filename"]) for entry in state["_data_files"]]
-
-
-def layout_by_name(path: str) -> str | None:
-    """Tell a file's layout (`jsonl`, `csv`, ...) from its suffix; None for text."""
-    name, suffix = os.path.splitext(path)
-    if suffix in OPENERS:
-        suffix = os.path.splitext(name)[1]
-    return next((name for name, reader in READERS.items() if suffix in reader.suffixes), None)
-
-
-def is_costly(path: str, layout: str | None) -> bool:
-    """Tell whether a copy of its text is much faster to read than a file of a layout itself.
-
-    layout: None for text.
-    """
-    return path.endswith(SLOW) or layout is not None and READERS[layout].is_costly
-
-
-def detect_layout(paths: list[str], encoding: str) -> str:
-    """Detect how text files are divided into documents, from the first MB of each.
-
-    Returns `blank_line` if any of them has a blank line, else `file` for several files and `line`
-    for a single one.
-    """
-    for path in paths:
-        with open_bytes(path) as file:
-            head = read(file, BLOCK_BYTES, path).decode(encoding, "replace")
-        head = head.replace("\r\n", "\n").replace("\r", "\n").strip()
-        if BLANK_LINE.search(head.encode("utf-8", "replace")):
-            return "blank_line"
-    return "file" if len(paths) > 1 else "line"
-
-
-def cut_file(
-    path: str, boundary: re.Pattern | None, size: int, encoding: str
-) -> list[tuple[int, int | None]]:
-    """Cut a file into byte ranges of about `CHUNK_BYTES` that end between documents.
-
-    boundary: matches the bytes between two documents; None if the file cannot be cut.
-    Returns the single range (0, None) for a small file and for one that cannot be cut.
-    """
-    is_packed = os.path.splitext(path)[1] in OPENERS
-    is_wide = "\n".encode(encoding) != b"\n"  # UTF-16 and the like: other line ends
-    if boundary is None or is_packed or is_wide or size <= CHUNK_BYTES:
-        return [(0, None)]
-    cuts = [0]
-    with open(path, "rb") as file:
-        while (cut := next_match(file, cuts[-1] + CHUNK_BYTES, boundary)) is not None:
-            cuts.append(cut)
-    return list(zip(cuts, [*cuts[1:], size], strict=True))
-
-
-def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
-    """Find the first match at or after byte `start`; the byte where it ends, or None."""
-    file.seek(start)
-    seen = b""
-    while block := file.read(BLOCK_BYTES):
-        seen += block
-        if match := pattern.search(seen):
-            return start + match.end()
-        rest = seen[len(seen.rstrip()) :]  # white space may be the start of a match
-        start, seen = start + len(seen) - len(rest), rest
-    return None
-
-
-# ---------------------------------------------------------------------------------- reading
+# ---------------------------------------------------------------------------------- text files
 
 
 def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
@@ -273,10 +91,10 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
                 raise not_text(chunk.path, source, offset, reason, seen) from None
             if position == 0:
                 text = text.removeprefix("\ufeff")
-            pending = (
-                "\r" if text.endswith("\r") and block else ""
-            )  # the \n may be in the next block
-            yield clean_text(text.removesuffix("\r") if pending else text)
+            pending = ""
+            if block and text.endswith("\r"):  # its \n may be in the next block
+                text, pending = text[:-1], "\r"
+            yield clean_text(text)
             position += len(block)
             if not block:
                 return
@@ -363,10 +181,6 @@ def read_whole_file(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     yield "".join(parts)
 
 
-def read_blank_line_documents(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
-    return filter(str.strip, split_at_blank_lines(read_whole_lines(chunk, source), chunk))
-
-
 def too_long(chunk: FileChunk, what: str) -> UserError:
     """Build the error for a line or a document that would take much memory."""
     return UserError(
@@ -375,9 +189,9 @@ def too_long(chunk: FileChunk, what: str) -> UserError:
     )
 
 
-def split_at_blank_lines(blocks: Iterator[str], chunk: FileChunk) -> Iterator[str]:
+def split_at_blank_lines(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     document: list[str] = []
-    for lines in blocks:
+    for lines in read_whole_lines(chunk, source):
         if sum(map(len, document)) > MOST_CHARACTERS:
             raise too_long(chunk, "a document")
         first, *others = BLANK_LINES.split("\n" + lines)  # a match starts with a line end
@@ -388,7 +202,11 @@ def split_at_blank_lines(blocks: Iterator[str], chunk: FileChunk) -> Iterator[st
     yield "".join(document).removesuffix("\n")
 
 
-def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+def read_blank_line_documents(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
+    return filter(str.strip, split_at_blank_lines(chunk, source))
+
+
+def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str | None]:
     for number, line in enumerate(read_lines(chunk, source), 1):
         if not line.strip():
             continue
@@ -400,19 +218,17 @@ def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             if source.on_bad_row == "skip":
                 yield None
                 continue
-            where = f"{chunk.path}: JSON line {number}" + (
-                f" after byte {chunk.start}" if chunk.start else ""
-            )
+            after = f" after byte {chunk.start}" if chunk.start else ""
             raise UserError(
-                f"{where} is not an object with a text field {source.text_field!r}: {line[:80]!r}; "
-                "set corpus.text_field, or corpus.layout if these are not JSON lines; "
-                "corpus.on_bad_row=skip leaves out a few such rows"
+                f"{chunk.path}: JSON line {number}{after} is not an object with a text field "
+                f"{source.text_field!r}: {line[:80]!r}; set corpus.text_field, or corpus.layout if "
+                "these are not JSON lines; corpus.on_bad_row=skip leaves out a few such rows"
             ) from None
         text = SURROGATE.sub("\ufffd", text)  # JSON can encode half a character, as \\ud83d
         yield one_document(text)
 
 
-def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[str]:
+def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[str | None]:
     """Yield the `text_field` column of a table, whose first row is the header.
 
     dialect: what differs from CSV (RFC 4180), as arguments of `csv.reader`.
@@ -442,12 +258,12 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
             waiting = 0
             if not row:  # a blank line
                 continue
-            if len(row) != len(header) and source.on_bad_row == "skip":
+            if len(row) == len(header):
+                yield one_document(row[column])
+            elif source.on_bad_row == "skip":
                 yield None
-                continue
-            if len(row) != len(header):
+            else:
                 raise csv.Error(f"{len(row)} fields, the header has {len(header)}")
-            yield one_document(row[column])
     except csv.Error as error:
         raise UserError(
             f"{chunk.path}: line {rows.line_num} is not {chunk.layout} ({error}); mend it, or set "
@@ -458,6 +274,9 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
 def one_document(text: str) -> str:
     """Clean the text of one document, and drop blank lines, which would divide it elsewhere."""
     return BLANK_LINES.sub("\n", clean_text(text))
+
+
+# ---------------------------------------------------------------------------------- columns
 
 
 def open_dataset(wanted: DatasetConfig):
@@ -475,13 +294,17 @@ def open_dataset(wanted: DatasetConfig):
 
 def read_shard(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     """Yield the text column of one shard of a dataset."""
-    wanted = source.dataset
-    stream = open_dataset(wanted)
+    column, key = source.dataset.text_column, "corpus.dataset.text_column"
+    stream = open_dataset(source.dataset)
     if chunk.end and chunk.end > 1:
         stream = stream.shard(chunk.end, chunk.start)
-    key = "corpus.dataset.text_column"
-    cells = (find_column(wanted.text_column, row, chunk, key) for row in stream)
-    return read_cells(cells, chunk, wanted.text_column, key)
+
+    def cells() -> Iterator[object]:
+        for row in stream:
+            check_column(column, row, chunk, key)
+            yield row[column]
+
+    return read_cells(cells(), chunk, column, key)
 
 
 def read_parquet(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
@@ -489,15 +312,13 @@ def read_parquet(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     from pyarrow.parquet import ParquetFile
 
     def cells() -> Iterator[object]:
-        column, unpacked = source.text_field, 0
+        column = source.text_field
         with ParquetFile(chunk.path) as file:
-            find_column(column, dict.fromkeys(file.schema_arrow.names), chunk, "corpus.text_field")
-            for i in range(file.num_row_groups):
-                group = file.metadata.row_group(i)
-                parts = [group.column(k) for k in range(group.num_columns)]
-                ours = (part for part in parts if part.path_in_schema == column)
-                unpacked += sum(part.total_uncompressed_size for part in ours)
-            check_unpacked(chunk.path, unpacked)
+            check_column(column, file.schema_arrow.names, chunk, "corpus.text_field")
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            parts = (group.column(k) for group in groups for k in range(group.num_columns))
+            ours = (part for part in parts if part.path_in_schema == column)
+            check_unpacked(chunk.path, sum(part.total_uncompressed_size for part in ours))
             for batch in file.iter_batches(ROWS, columns=[column]):
                 yield from batch.column(0).to_pylist()
 
@@ -517,7 +338,7 @@ def read_arrow(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             else:
                 file.seek(0)
                 batches = reader = pyarrow.ipc.open_stream(file)
-            find_column(column, dict.fromkeys(reader.schema.names), chunk, "corpus.text_field")
+            check_column(column, reader.schema.names, chunk, "corpus.text_field")
             for batch in batches:
                 unpacked += batch.nbytes
                 check_unpacked(chunk.path, unpacked)
@@ -527,14 +348,14 @@ def read_arrow(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     return read_cells(cells(), chunk, source.text_field, "corpus.text_field")
 
 
-def find_column(column: str, row: dict, chunk: FileChunk, key: str) -> object:
-    """Return the cell of a column in a row.
+def check_column(column: str, columns: Collection[str], chunk: FileChunk, key: str) -> None:
+    """Raise `UserError` if a column is missing.
 
-    key: the config key that names the column, for messages. Raises `UserError` if there is none.
+    key: the config key that names the column, for messages.
     """
-    if column not in row:
-        raise UserError(f"{chunk.path} has no column {column!r}, but {', '.join(row)}; set {key}")
-    return row[column]
+    if column not in columns:
+        names = ", ".join(dict.fromkeys(columns))  # Arrow allows a name twice
+        raise UserError(f"{chunk.path} has no column {column!r}, but {names}; set {key}")
 
 
 def read_cells(cells: Iterator[object], chunk: FileChunk, column: str, key: str) -> Iterator[str]:
@@ -544,17 +365,18 @@ def read_cells(cells: Iterator[object], chunk: FileChunk, column: str, key: str)
     """
     unpacked = 0
     try:
-        for value in cells:
-            if not isinstance(value or "", str):
+        for cell in cells:
+            text = cell or ""
+            if not isinstance(text, str):
                 raise UserError(
-                    f"{chunk.path}: column {column!r} is not text: {str(value)[:80]!r}; set {key}"
+                    f"{chunk.path}: column {column!r} is not text: {str(text)[:80]!r}; set {key}"
                 )
-            if len(value or "") > MOST_CHARACTERS:
+            if len(text) > MOST_CHARACTERS:
                 raise too_long(chunk, "a document")
             if chunk.version:
-                unpacked += len(value or "")
+                unpacked += len(text)
                 check_unpacked(chunk.path, unpacked)
-            yield one_document(value or "")
+            yield one_document(text)
     except UserError:
         raise
     except Exception as error:  # of many types: a damaged file, a lost connection
@@ -598,6 +420,14 @@ READERS = {
 }
 
 
+def is_costly(path: str, layout: str | None) -> bool:
+    """Tell whether a copy of its text is much faster to read than a file of a layout itself.
+
+    layout: None for text.
+    """
+    return path.endswith(SLOW) or layout is not None and READERS[layout].is_costly
+
+
 def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:
     """Yield the documents of a file chunk, one non-empty `str` each, with a paragraph per line.
 
@@ -612,8 +442,3 @@ def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> 
             yield document
         else:
             rejects.add("empty")
-
-
-def text_hash(data: bytes) -> int:
-    """Hash a text to 64 bits of BLAKE2b."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

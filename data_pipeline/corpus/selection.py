@@ -17,6 +17,7 @@ up: floor(w) copies of each, and one more of those with the lowest hashes. Held-
 never repeated; a weight below 1 takes the same fraction of them.
 """
 
+import hashlib
 import json
 import math
 from array import array
@@ -31,16 +32,8 @@ from data_pipeline.common.arrays import append_array, save_array
 from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
 from data_pipeline.corpus.files import OPENERS
-from data_pipeline.corpus.readers import (
-    BLOCK_BYTES,
-    CHUNK_BYTES,
-    READERS,
-    FileChunk,
-    Rejects,
-    is_costly,
-    read_documents,
-    text_hash,
-)
+from data_pipeline.corpus.readers import READERS, FileChunk, Rejects, is_costly, read_documents
+from data_pipeline.corpus.sources import BLOCK_BYTES, CHUNK_BYTES
 
 MIN_DEDUP_CHARS = 100  # shorter paragraphs may recur by chance, and are kept
 MERGED = 1 << 24  # hashes to compare at a time, in about 500 MB
@@ -123,6 +116,11 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
         for kind, numbers in hashes.items():
             save_array(folder / f"{kind}.npy", np.sort(numbers))
         (folder / "rejects.json").write_text(json.dumps(rejects.causes))
+
+
+def text_hash(data: bytes) -> int:
+    """Hash a text to 64 bits of BLAKE2b."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def hash_text(text: str) -> int:

@@ -204,7 +204,8 @@ def test_what_is_not_files_is_not_fetched_for_a_plan(
     def refuse(*_):
         raise AssertionError("a plan opens no dataset")
 
-    monkeypatch.setattr("data_pipeline.corpus.readers.open_dataset", refuse)
+    for module in ("readers", "sources"):
+        monkeypatch.setattr(f"data_pipeline.corpus.{module}.open_dataset", refuse)
     config = config_of(prepared, tmp_path, "corpus.files=null", f"corpus={{{source}}}")
     plan.plan(config)
     found = table_of(capsys.readouterr().out)

@@ -24,7 +24,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.corpus import selection
-from data_pipeline.corpus.readers import list_file_chunks
+from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.token_store import (
     TokenStore,
     Vocabulary,

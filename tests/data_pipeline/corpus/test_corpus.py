@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DatasetConfig
-from data_pipeline.corpus import readers as corpus
-from data_pipeline.corpus.selection import hash_limit
+from data_pipeline.corpus import readers, sources
+from data_pipeline.corpus.selection import hash_limit, text_hash
 
 FEW = settings(max_examples=150)
 TEXT = "First paragraph.\nSecond, with é and 中文.\n\nAnother document.\n \t\nA third 🐎.\n"
@@ -40,8 +40,8 @@ def read(*files: Path, **settings) -> list[str]:
 
 
 def read_all(config: CorpusConfig) -> list[str]:
-    pieces = corpus.list_file_chunks(config)
-    return [d for piece in pieces for d in corpus.read_documents(piece, config, corpus.Rejects())]
+    pieces = sources.list_file_chunks(config)
+    return [d for piece in pieces for d in readers.read_documents(piece, config, readers.Rejects())]
 
 
 def plain_documents(text: str, layout: str) -> list[str]:
@@ -244,25 +244,28 @@ def test_utf16_without_its_mark_is_an_error_that_names_the_file(tmp_path: Path):
 @example("a\r\n\r\nb\r\rc", "blank_line", 4, 2)
 def test_pieces_joined_are_the_whole_file(tmp_path_factory, text, layout, block, piece):
     file = write(tmp_path_factory.getbasetemp() / "pieces.txt", text)
-    with patch.multiple(corpus, BLOCK_BYTES=block, READ_BYTES=block, CHUNK_BYTES=piece):
+    with (
+        patch.multiple(sources, BLOCK_BYTES=block, CHUNK_BYTES=piece),
+        patch.object(readers, "READ_BYTES", block),
+    ):
         assert read(file, layout=layout) == plain_documents(text, layout)
 
 
 def test_large_files_are_cut_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1000)
     text = "".join(f"line {i}\n" + "\n" * (i % 3 == 0) for i in range(2000))
     file = write(tmp_path / "a.txt", text)
     for layout, at_least in (("blank_line", 10), ("line", 10), ("file", 1)):
-        pieces = corpus.list_file_chunks(CorpusConfig(files=str(file), layout=layout))
+        pieces = sources.list_file_chunks(CorpusConfig(files=str(file), layout=layout))
         assert len(pieces) >= at_least
         assert read(file, layout=layout) == plain_documents(text, layout)
     rows = write(tmp_path / "a.jsonl", "".join(f'{{"text": "{i} é"}}\n' for i in range(500)))
-    assert len(corpus.list_file_chunks(CorpusConfig(files=str(rows)))) >= 10
+    assert len(sources.list_file_chunks(CorpusConfig(files=str(rows)))) >= 10
     assert read(rows) == [f"{i} é" for i in range(500)]
 
 
 def test_a_large_utf16_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
     text = "".join(f"line {i}\n" for i in range(100))
     file = write(tmp_path / "a.txt", text.encode("utf-16"))
     assert read(file, encoding="utf-16", layout="line") == plain_documents(text, "line")
@@ -270,8 +273,8 @@ def test_a_large_utf16_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_place_to_cut_is_sought_once_through_the_file(tmp_path: Path, monkeypatch):
     """One document of a GB must not be searched again with each MB that is read."""
-    monkeypatch.setattr(corpus, "BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 10)
     file = write(tmp_path / "a.txt", b"word word word\n" * 30_000)
     searched = 0
 
@@ -282,7 +285,7 @@ def test_a_place_to_cut_is_sought_once_through_the_file(tmp_path: Path, monkeypa
             return re.search(rb"\n[ \t\r]*\n", data)
 
     with open(file, "rb") as opened:
-        assert corpus.next_match(opened, 0, Pattern()) is None
+        assert sources.next_match(opened, 0, Pattern()) is None
     assert searched < 3 * file.stat().st_size
 
 
@@ -317,7 +320,10 @@ def test_the_offset_is_that_of_the_whole_file(tmp_path_factory, data, block, pie
         expected = None
     except UnicodeDecodeError as error:
         expected = error.start
-    with patch.multiple(corpus, BLOCK_BYTES=block, READ_BYTES=block, CHUNK_BYTES=piece):
+    with (
+        patch.multiple(sources, BLOCK_BYTES=block, CHUNK_BYTES=piece),
+        patch.object(readers, "READ_BYTES", block),
+    ):
         try:
             read(file, layout="line")
             found = None
@@ -330,7 +336,7 @@ def test_the_offset_is_that_of_the_whole_file(tmp_path_factory, data, block, pie
 @given(st.binary(max_size=40), st.integers(4, 9))
 def test_bytes_that_are_not_text_are_replaced_on_request(tmp_path_factory, data, block):
     file = write(tmp_path_factory.getbasetemp() / "bytes.txt", data)
-    with patch.object(corpus, "READ_BYTES", block):
+    with patch.object(readers, "READ_BYTES", block):
         documents = read(file, layout="file", errors="replace")
     assert documents == plain_documents(data.decode("utf-8", "replace"), "file")
 
@@ -370,7 +376,7 @@ def test_a_dataset_is_streamed_in_shares_that_hold_each_row_once(tmp_path: Path)
     rows = [f"row {i}" for i in range(30)]
     files = [write_rows(tmp_path / f"{i}.json", rows[i::3]) for i in range(3)]
     dataset = DatasetConfig(path="json", data_files=files, text_column="body")
-    assert len(corpus.list_file_chunks(CorpusConfig(dataset=dataset))) == 3
+    assert len(sources.list_file_chunks(CorpusConfig(dataset=dataset))) == 3
     with patch("datasets.load_dataset", wraps=__import__("datasets").load_dataset) as load:
         assert sorted(read_all(CorpusConfig(dataset=dataset))) == sorted(rows)
     assert all(call.kwargs["streaming"] for call in load.call_args_list)
@@ -391,12 +397,12 @@ def test_a_dataset_that_cannot_be_had_says_why(tmp_path: Path):
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5])
 def test_about_the_share_that_was_asked_is_held_out(share: float):
     n = 20_000
-    found = sum(corpus.text_hash(b"document %d" % i) < hash_limit(share) for i in range(n))
+    found = sum(text_hash(b"document %d" % i) < hash_limit(share) for i in range(n))
     assert abs(found - n * share) <= 4 * sqrt(n * share * (1 - share))
 
 
 @FEW
 @given(st.binary(), st.floats(0, 0.999), st.floats(0, 0.999))
 def test_a_larger_share_holds_what_a_smaller_one_does(document: bytes, one: float, other: float):
-    (small, large), number = sorted([one, other]), corpus.text_hash(document)
+    (small, large), number = sorted([one, other]), text_hash(document)
     assert (number < hash_limit(small)) <= (number < hash_limit(large))

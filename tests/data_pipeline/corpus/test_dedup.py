@@ -26,9 +26,8 @@ from data_pipeline.config import (
     SourceConfig,
     VocabConfig,
 )
-from data_pipeline.corpus import readers as corpus
-from data_pipeline.corpus import selection
-from data_pipeline.corpus.readers import Rejects, list_file_chunks, text_hash
+from data_pipeline.corpus import readers, selection
+from data_pipeline.corpus.readers import Rejects
 from data_pipeline.corpus.selection import (
     MIN_DEDUP_CHARS,
     Selection,
@@ -37,7 +36,9 @@ from data_pipeline.corpus.selection import (
     read_earlier,
     read_selected,
     select,
+    text_hash,
 )
+from data_pipeline.corpus.sources import list_file_chunks
 
 FEW = settings(max_examples=40)
 
@@ -100,7 +101,7 @@ def test_a_text_stays_where_it_comes_first(tmp_path_factory, files, piece_bytes,
     config = CorpusConfig(files=str(folder / "*.txt"), layout="blank_line")
     expected = plainly([document for documents in files for document in documents])
     with (
-        patch.object(corpus, "CHUNK_BYTES", piece_bytes),
+        patch("data_pipeline.corpus.sources.CHUNK_BYTES", piece_bytes),
         patch.object(selection, "MERGED", merged),
     ):
         (folder / "forth").mkdir()
@@ -147,8 +148,8 @@ def test_a_line_below_the_length_stays_however_often(tmp_path: Path):
 def test_a_dataset_is_read_once(tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\n\ntwo é\none\n", encoding="utf-8")
     config = CorpusConfig(dataset=DatasetConfig("text", data_files=str(tmp_path / "a.txt")))
-    pieces, real, calls = list_file_chunks(config), corpus.read_cells, []
-    with patch.object(corpus, "read_cells", lambda *args: (calls.append(args), real(*args))[1]):
+    pieces, real, calls = list_file_chunks(config), readers.read_cells, []
+    with patch.object(readers, "read_cells", lambda *args: (calls.append(args), real(*args))[1]):
         kept, causes = by_pieces(config, tmp_path)
     assert (kept, causes) == (["one", "two é"], {"empty": 1, "duplicate": 1})
     assert len(calls) == len(pieces) == 1
@@ -159,9 +160,9 @@ def test_a_file_slow_to_decompress_is_read_once(tmp_path: Path, block: int):
     text = "one\nline\n\ntwo é\n\none\nline\n\nthree"
     (tmp_path / "a.txt.bz2").write_bytes(bz2.compress(text.encode()))
     config = CorpusConfig(files=str(tmp_path / "a.txt.bz2"))
-    real, calls = corpus.read_text, []
+    real, calls = readers.read_text, []
     with (
-        patch.object(corpus, "read_text", lambda *args: (calls.append(args), real(*args))[1]),
+        patch.object(readers, "read_text", lambda *args: (calls.append(args), real(*args))[1]),
         patch.object(selection, "BLOCK_BYTES", block),
     ):
         kept, causes = by_pieces(config, tmp_path)

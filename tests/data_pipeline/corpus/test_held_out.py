@@ -29,7 +29,6 @@ from data_pipeline.config import (
     load_config,
 )
 from data_pipeline.corpus import selection
-from data_pipeline.corpus.readers import list_file_chunks, text_hash
 from data_pipeline.corpus.selection import (
     ALL,
     count_bytes,
@@ -37,7 +36,9 @@ from data_pipeline.corpus.selection import (
     find_limit,
     hash_limit,
     needs_selection,
+    text_hash,
 )
+from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.report import page as report
 from data_pipeline.report.audit import decode
 from data_pipeline.report.checks import check_held_out

@@ -30,8 +30,9 @@ from data_pipeline.config import (
     VocabConfig,
     load_config,
 )
-from data_pipeline.corpus import readers as corpus
-from data_pipeline.corpus.selection import choose_extra_copies, hash_limit
+from data_pipeline.corpus import readers
+from data_pipeline.corpus.selection import choose_extra_copies, hash_limit, text_hash
+from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.pairs import number_texts
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 
@@ -43,9 +44,9 @@ READ_ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n Four. "]
 def read_all(config: CorpusConfig) -> list[str]:
     return [
         document
-        for piece in corpus.list_file_chunks(config)
-        for document in corpus.read_documents(
-            piece, config.each_source()[piece.source], corpus.Rejects()
+        for piece in list_file_chunks(config)
+        for document in readers.read_documents(
+            piece, config.each_source()[piece.source], readers.Rejects()
         )
     ]
 
@@ -126,23 +127,23 @@ def test_a_saved_dataset_of_several_splits_asks_for_one(tmp_path: Path):
     assert read_all(CorpusConfig(files=str(tmp_path / "d/train"))) == ["a"]
 
 
-def read_paragraphs(chunk: corpus.FileChunk, source: SourceConfig) -> Iterator[str]:
+def read_paragraphs(chunk: readers.FileChunk, source: SourceConfig) -> Iterator[str]:
     """A made-up format: `%%` on a line of its own ends a document."""
-    yield from "".join(corpus.read_text(chunk, source)).removesuffix("\n%%\n").split("\n%%\n")
+    yield from "".join(readers.read_text(chunk, source)).removesuffix("\n%%\n").split("\n%%\n")
 
 
 def test_a_format_is_added_by_a_row_of_the_table(tmp_path: Path, monkeypatch, capsys):
-    row = corpus.Reader(read_paragraphs, (".pars",), re.compile(rb"\n%%\n"), is_costly=True)
-    monkeypatch.setitem(corpus.READERS, "paragraphs", row)
+    row = readers.Reader(read_paragraphs, (".pars",), re.compile(rb"\n%%\n"), is_costly=True)
+    monkeypatch.setitem(readers.READERS, "paragraphs", row)
     texts = [f"This is text {i}.\nIt has two sentences." for i in range(100)]
     file = tmp_path / "a.pars.gz"
     file.write_bytes(gzip.compress("\n%%\n".join([*texts, " "]).encode()))
     plain = tmp_path / "b.txt"
     plain.write_text("\n%%\n".join(text.replace("text", "string") for text in texts))
     sources = [SourceConfig(files=str(file)), SourceConfig(files=str(plain), layout="paragraphs")]
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", 500)
+    monkeypatch.setattr("data_pipeline.corpus.sources.CHUNK_BYTES", 500)
     config = CorpusConfig(sources=sources)
-    assert len(corpus.list_file_chunks(config)) > 5  # the compressed file, and ranges of the other
+    assert len(list_file_chunks(config)) > 5  # the compressed file, and ranges of the other
     assert read_all(config) == [
         text.replace("text", w) for w in ("text", "string") for text in texts
     ]
@@ -244,7 +245,7 @@ def test_a_weight_takes_documents_exactly(tmp_path: Path, weight: float, dedupli
     ]
     prepare(config_of(tmp_path, sources, deduplicate=deduplicate), workers=1)
     train, held_out = (numbers_of(tmp_path / "data", split) for split in ("train", "held_out"))
-    hashes = [corpus.text_hash(document(i).encode()) for i in range(240)]
+    hashes = [text_hash(document(i).encode()) for i in range(240)]
     is_held_out = [number < hash_limit(0.3) for number in hashes]
     n = is_held_out[:101].count(False)
     assert sum(times for i, times in train.items() if i < 200) == floor(weight * n + 0.5)

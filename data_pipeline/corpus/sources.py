@@ -1,0 +1,170 @@
+"""List the file chunks of a corpus: which files it has, how they are laid out, where they are cut.
+
+A corpus has one or several sources, which are divided into file chunks: a byte range of a file, a
+whole compressed file, or a shard of a dataset.
+"""
+
+import hashlib
+import os
+import re
+from dataclasses import replace
+from glob import glob, has_magic
+from pathlib import Path
+from typing import BinaryIO
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import read_json
+from data_pipeline.config import CorpusConfig, SourceConfig, check_choice, to_list
+from data_pipeline.corpus.files import OPENERS, open_bytes, open_file, read
+from data_pipeline.corpus.readers import BLANK_LINE, READERS, FileChunk, open_dataset
+
+CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
+BLOCK_BYTES = 1 << 20
+
+
+def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
+    """List the file chunks of a corpus in order; raises `UserError` if a file does not exist."""
+    return [
+        replace(chunk, source=i)
+        for i, source in enumerate(corpus.each_source())
+        for chunk in list_source(source)
+    ]
+
+
+def list_source(source: SourceConfig) -> list[FileChunk]:
+    if source.builtin:
+        return [FileChunk("python-docs", "python-docs")]
+    if source.dataset:
+        shards = getattr(open_dataset(source.dataset), "num_shards", 1)
+        return [FileChunk(source.dataset.path, "dataset", i, shards) for i in range(shards)]
+    chunks = []
+    for path, layout in find_layouts(list_files(to_list(source.files)), source).items():
+        size, version = os.path.getsize(path), sample_hash(path)
+        for start, end in cut_file(path, READERS[layout].boundary, size, source.encoding):
+            chunks.append(FileChunk(path, layout, start, end, version))
+    return chunks
+
+
+def find_layouts(paths: list[str], source: SourceConfig) -> dict[str, str]:
+    """Find the layout of each file: the configured one, that of its suffix, or the one detected.
+
+    Raises `UserError` if the configured layout is not one of files.
+    """
+    layouts = [name for name, reader in READERS.items() if reader.is_file]
+    check_choice("corpus.layout", source.layout, ("auto", *layouts))
+    if source.layout != "auto":
+        return dict.fromkeys(paths, source.layout)
+    found = {path: layout_by_name(path) for path in paths}
+    texts = [path for path, layout in found.items() if not layout]
+    return found | dict.fromkeys(texts, detect_layout(texts, source.encoding))
+
+
+def name_source(source: SourceConfig) -> str:
+    """Name a source in messages: by its first file, its dataset or its built-in corpus."""
+    first, *others = to_list(source.files) or [source.builtin or source.dataset.path]
+    return f"{first} and {len(others)} more" if others else first
+
+
+def list_files(patterns: list[str]) -> list[str]:
+    """Expand paths and globs to files, in the order given and without repetition.
+
+    Raises `UserError` if one matches no file.
+    """
+    paths = []
+    for pattern in patterns:
+        found = sorted(p for p in glob(pattern, recursive=True) if os.path.isfile(p))
+        if os.path.isfile(pattern):
+            found = [pattern]
+        elif saved := list_saved(pattern):
+            found = saved
+        elif os.path.isdir(pattern):
+            raise UserError(f"corpus file {pattern} is a folder; name its files: '{pattern}/*.txt'")
+        elif not found:
+            what = "no file matches" if has_magic(pattern) else "no corpus file at"
+            raise UserError(f"{what} {pattern} (in {os.getcwd()}); correct corpus.files")
+        paths += found
+    return list(dict.fromkeys(paths))
+
+
+def sample_hash(path: str) -> str:
+    """Hash a file's size, first and last megabyte: enough to notice that a file has changed."""
+    with open_file(path) as file:
+        digest = hashlib.blake2b(file.read(BLOCK_BYTES), digest_size=16)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - BLOCK_BYTES))
+        digest.update(file.read() + str(size).encode())
+    return digest.hexdigest()
+
+
+def list_saved(folder: str) -> list[str]:
+    """List the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote.
+
+    Returns none for other folders; raises `UserError` for a folder with several splits.
+    """
+    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        splits = sorted(name for name in os.listdir(folder) if "." not in name)
+        raise UserError(
+            f"corpus folder {folder} holds several splits ({', '.join(splits)}); name one: "
+            f"{os.path.join(folder, splits[0] if splits else 'train')}"
+        )
+    try:
+        shape = {"_data_files": [{"filename": str}]}
+        state = read_json(Path(folder, "state.json"), shape, "")
+    except (OSError, UserError):
+        return []
+    return [os.path.join(folder, entry["filename"]) for entry in state["_data_files"]]
+
+
+def layout_by_name(path: str) -> str | None:
+    """Tell a file's layout (`jsonl`, `csv`, ...) from its suffix; None for text."""
+    name, suffix = os.path.splitext(path)
+    if suffix in OPENERS:
+        suffix = os.path.splitext(name)[1]
+    return next((name for name, reader in READERS.items() if suffix in reader.suffixes), None)
+
+
+def detect_layout(paths: list[str], encoding: str) -> str:
+    """Detect how text files are divided into documents, from the first MB of each.
+
+    Returns `blank_line` if any of them has a blank line, else `file` for several files and `line`
+    for a single one.
+    """
+    for path in paths:
+        with open_bytes(path) as file:
+            head = read(file, BLOCK_BYTES, path).decode(encoding, "replace")
+        head = head.replace("\r\n", "\n").replace("\r", "\n").strip()
+        if BLANK_LINE.search(head.encode("utf-8", "replace")):
+            return "blank_line"
+    return "file" if len(paths) > 1 else "line"
+
+
+def cut_file(
+    path: str, boundary: re.Pattern | None, size: int, encoding: str
+) -> list[tuple[int, int | None]]:
+    """Cut a file into byte ranges of about `CHUNK_BYTES` that end between documents.
+
+    boundary: matches the bytes between two documents; None if the file cannot be cut.
+    Returns the single range (0, None) for a small file and for one that cannot be cut.
+    """
+    is_packed = os.path.splitext(path)[1] in OPENERS
+    is_wide = "\n".encode(encoding) != b"\n"  # UTF-16 and the like: other line ends
+    if boundary is None or is_packed or is_wide or size <= CHUNK_BYTES:
+        return [(0, None)]
+    cuts = [0]
+    with open(path, "rb") as file:
+        while (cut := next_match(file, cuts[-1] + CHUNK_BYTES, boundary)) is not None:
+            cuts.append(cut)
+    return list(zip(cuts, [*cuts[1:], size], strict=True))
+
+
+def next_match(file: BinaryIO, start: int, pattern: re.Pattern) -> int | None:
+    """Find the first match at or after byte `start`; the byte where it ends, or None."""
+    file.seek(start)
+    seen = b""
+    while block := file.read(BLOCK_BYTES):
+        seen += block
+        if match := pattern.search(seen):
+            return start + match.end()
+        rest = seen[len(seen.rstrip()) :]  # white space may be the start of a match
+        start, seen = start + len(seen) - len(rest), rest
+    return None
