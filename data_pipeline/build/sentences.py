@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 
 from data_pipeline.common.plug_ins import load_plug_in
 
 MAX_CHARACTERS = 2000  # longer sentences (logs, tables, missing full stops) are cut
 LONGEST_FRAGMENT = 12  # anything with more characters counts as a sentence
 NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # the number of a list item: "1. ", "(2)", "3.1. "
+# a space beyond ASCII before a full stop; after an initial, "B\xa0.", sentencex 1.0.32 panics
+WIDE_SPACE = re.compile(r"\s*[^\S\x00-\x7f]\s*(?=\.)")
 
 
 def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[str], list[str]]:
@@ -23,7 +26,11 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     import sentencex
 
     def split(paragraph: str) -> list[str]:
-        return join_fragments(sentencex.segment(language, paragraph))
+        if paragraph.isascii() or "." not in paragraph:
+            return join_fragments(sentencex.segment(language, paragraph))
+        plain = WIDE_SPACE.sub(lambda match: " " * len(match[0]), paragraph)
+        ends = accumulate(map(len, sentencex.segment(language, plain)), initial=0)
+        return join_fragments([paragraph[a:b] for a, b in pairwise(ends)])
 
     return split
 

@@ -46,6 +46,15 @@ def test_no_text_is_lost_between_sentences(paragraphs: list[str], language: str)
         assert len(sentence) <= MAX_CHARACTERS
 
 
+@pytest.mark.parametrize("space", ["\xa0", "\u2028", "\u3000", " \u3000", "\u3000\xa0"])
+def test_a_wide_space_before_a_full_stop_is_a_space(space: str):
+    split = sentence_splitter("en")
+    paragraph = f"Vitamin B{space}. It was J{space}. Smith.\xa0So."
+    plain = split(paragraph.replace(space, " " * len(space)))
+    assert split(paragraph) != plain and list(map(len, split(paragraph))) == list(map(len, plain))
+    assert "".join(split(paragraph)) == paragraph
+
+
 def test_sentences_end_where_a_reader_says():
     document = "Dr. Smith went to Washington. He came back.\n他来了。他走了！\nno full stop"
     sentences = [s.strip() for s in split_sentences(document, sentence_splitter("en"))]
