@@ -180,7 +180,7 @@ class Work:
         self.pairs = read_pairs(named, self.probes.pairs_per_paradigm) if named else []
         vocab = replace(config.vocab, size=final_size(config.vocab, self.existing))
         self.settings = store_settings(self.corpus, vocab, self.chunks, self.existing)
-        # versions 1 and 2 divided the text among the tasks in another way, 3 kept no hashes
+        # versions 1 and 2 divided the text among the tasks in another way, 3 kept no checksums
         self.name = settings_key(self.settings | {"work": 4})[:16]
         self.groups = group_chunks(self.chunks)
         self.hashed, self.scans = self.results("hashes"), self.results("scan")

@@ -26,7 +26,8 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     import sentencex
 
     def split(paragraph: str) -> list[str]:
-        if paragraph.isascii() or "." not in paragraph:
+        parts = () if paragraph.isascii() else paragraph.split(".")
+        if not any(part[-1:] > "\x7f" and part[-1:].isspace() for part in parts):
             return join_fragments(sentencex.segment(language, paragraph))
         plain = WIDE_SPACE.sub(lambda match: " " * len(match[0]), paragraph)
         ends = accumulate(map(len, sentencex.segment(language, plain)), initial=0)

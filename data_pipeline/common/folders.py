@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
+from zlib import crc32
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.reading import SHA256, check_regular, read_json
+from data_pipeline.common.reading import COUNT, check_regular, read_json
 
 MARKER = ".bert-pretrain"
-SEAL = "sha256.json"  # of a folder of intermediate results
+SEAL = "crc32.json"  # of a folder of intermediate results; four times as fast as SHA-256
 NOTE = "bert-pretrain writes in this folder and replaces what it has written here.\n"
 
 
@@ -102,20 +103,20 @@ def atomic_folder(out: Path, shared: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def sealed_folder(out: Path, shared: bool = False) -> Iterator[Path]:
-    """Open an `atomic_folder` that gets the hashes of its files, which `is_sound` compares."""
+    """Open an `atomic_folder` that gets the checksums of its files, which `is_sound` compares."""
     with atomic_folder(out, shared) as folder:
         yield folder
-        (folder / SEAL).write_text(json.dumps(hash_files(folder)))
+        (folder / SEAL).write_text(json.dumps(sum_files(folder)))
 
 
 def is_sound(folder: Path, note: Callable[[int], object] = int) -> bool:
     """Tell whether the files of a sealed folder are those that were written, byte for byte; calls
     `note` with the size of each part read."""
     try:
-        wanted = read_json(folder / SEAL, {str: SHA256}, "")
+        wanted = read_json(folder / SEAL, {str: COUNT}, "")
     except (UserError, FileNotFoundError):
         return False
-    return wanted == hash_files(folder, note)
+    return wanted == sum_files(folder, note)
 
 
 def check_space(folder: Path, wanted: float, what: str, key: str) -> None:
@@ -160,10 +161,16 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
         yield
 
 
-def hash_files(folder: Path, note: Callable[[int], object] = int) -> dict[str, str]:
-    """Hash each file beneath `folder` but its seal: relative path -> SHA-256."""
+def sum_files(folder: Path, note: Callable[[int], object] = int) -> dict[str, int]:
+    """Sum up each file beneath `folder` but its seal: relative path -> CRC-32."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
-    return {str(path.relative_to(folder)): hash_file(path, note) for path in files}
+    found = dict.fromkeys((str(path.relative_to(folder)) for path in files), 0)
+    for name, path in zip(found, files, strict=True):
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                found[name] = crc32(block, found[name])
+                note(len(block))
+    return found
 
 
 def hash_file(path: Path, note: Callable[[int], object] = int) -> str:

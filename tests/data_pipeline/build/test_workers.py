@@ -22,7 +22,7 @@ from data_pipeline.build import workers as processes
 from data_pipeline.build.prepare import group_task, prepare
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.folders import SEAL, atomic_folder, hash_files, lock_folder
+from data_pipeline.common.folders import SEAL, atomic_folder, lock_folder, sum_files
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.readers import FileChunk
@@ -460,6 +460,6 @@ def test_shards_of_another_vocabulary_are_not_taken_for_ours(files, finished, tm
     lines = (vocab / "vocab.txt").read_text().splitlines()
     lines[-2:] = lines[:-3:-1]  # another vocabulary: its last two pieces change places
     (vocab / "vocab.txt").write_text("".join(f"{line}\n" for line in lines))
-    (vocab / SEAL).write_text(json.dumps(hash_files(vocab)))
+    (vocab / SEAL).write_text(json.dumps(sum_files(vocab)))
     with pytest.raises(UserError, match="4 of 4 file chunks are still to be done .encoding"):
         prepare(config, workers=1, finish=True)
