@@ -37,12 +37,14 @@ from pretrain.checkpoint import (
     load_optimizers,
     newest_checkpoint,
     save_checkpoint,
+    step_of,
 )
 from pretrain.config import Config, Phase, phase_at
 from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
 from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
+from pretrain.models.bert import repeated_rows
 from pretrain.models.cpu import return_freed_memory
 from pretrain.monitor import SPIKE_STEPS, Monitor
 from pretrain.objectives import ROW
@@ -50,7 +52,7 @@ from pretrain.optim import learning_rate
 from pretrain.processes import share_from_main, stop_all
 from pretrain.report import refresh_report
 from pretrain.run_setup import Run, set_up
-from pretrain.sharding import clip_gradients, no_sync
+from pretrain.sharding import clip_gradients, no_sync, shard_like, unshard
 from pretrain.tracking import Tracker
 from pretrain.watch import end_watch, mark, name_lost_ranks
 
@@ -79,7 +81,7 @@ def train(config: Config) -> None:
     steps = range(run.state["step"], settings.max_steps)
     for step, micro_batches in zip(steps, record.clock.waiting(read_ahead(run)), strict=True):
         mark(step)
-        phase = phase_at(run.phases, step)
+        phase = enter_phase(run, step)
         counts = count_asked(run.bare.objectives, micro_batches, accelerator)
         sums = torch.zeros(record.sums.shape, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(micro_batches):
@@ -177,6 +179,28 @@ def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
     )
 
 
+def enter_phase(run: Run, step: int) -> Phase:
+    """Find the phase of a step, and start the positions that it adds where it begins."""
+    phase = phase_at(run.phases, step)
+    if step == phase.start:
+        start_positions(run, phase)
+    return phase
+
+
+def start_positions(run: Run, phase: Phase) -> None:
+    """Repeat the embeddings of the positions that are trained for those that only the phases from
+    here on reach (a collective call).
+
+    Tokens there then look at their neighbours at once, as the others do; random embeddings take
+    longer to learn it than a short phase lasts. A model of `init_from` has them all.
+    """
+    trained = max((p.data.max_seq_length for p in run.phases if p.end <= phase.start), default=0)
+    if 0 < trained < phase.data.max_seq_length and run.config.init_from is None:
+        table, first = run.bare.embeddings.position.weight.detach(), run.config.model.first_position
+        rows = repeated_rows(first, trained, len(table) - first).to(table.device)
+        table.copy_(shard_like(unshard(table)[rows], table))
+
+
 def answer_trouble(run: Run, record: Record, step: int, loss: float) -> None:
     """Stop all ranks after too many skipped steps in a row, and answer a spike of the MLM loss."""
     if record.monitor.should_abort():
@@ -211,6 +235,9 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
     if action == "rollback" and good and good.name != monitor.state["went_back_to"]:
         load_model(good, run.bare)
         load_optimizers(good, run.bare, run.optimizers)
+        phase = phase_at(run.phases, done - 1)
+        if step_of(good) <= phase.start:
+            start_positions(run, phase)
         monitor.note_rollback(done, good.name)
         if run.main:
             record.tracker.log(done, {}, rollback={"to": good.name, "done": done})

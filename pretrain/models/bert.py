@@ -232,10 +232,15 @@ def count_products(
 def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:
     """Give a model `size` positions: the first `trained` ones, repeated if there are fewer."""
     table, first = model.embeddings.position.weight.detach(), model.config.first_position
-    rows = first + torch.arange(size) % min(trained, len(table) - first)
-    rows = table[torch.cat([torch.arange(first), rows])]
+    rows = table[repeated_rows(first, min(trained, len(table) - first), size)]
     model.embeddings.position = nn.Embedding.from_pretrained(rows, freeze=False)
     model.config = replace(model.config, max_position_embeddings=size)
+
+
+def repeated_rows(first: int, trained: int, size: int) -> Tensor:
+    """List which rows make a table of `size` positions, from row `first` on, that repeats the
+    trained ones: int64 (first + size,)."""
+    return torch.cat([torch.arange(first), first + torch.arange(size) % trained])
 
 
 @torch.no_grad()

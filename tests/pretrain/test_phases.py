@@ -17,6 +17,7 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, PhaseConfig, phase_at, phases_of
 from pretrain.evaluate import HeldOut, evaluate
+from pretrain.models.bert import repeated_rows
 from pretrain.optim import learning_rate
 from pretrain.read_export import load_export
 from pretrain.run_setup import build_sources
@@ -163,6 +164,37 @@ def test_a_run_that_was_stopped_in_a_phase_or_between_two_goes_on_to_the_same_en
             shutil.rmtree(path)
     train_here(prepared, tmp_path, *options)
     assert_same_run(tmp_path, straight)
+
+
+def positions(run_dir: Path) -> torch.Tensor:
+    return newest(run_dir)["embeddings.position.weight"]
+
+
+def test_positions_that_a_phase_adds_start_at_those_that_are_trained(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Four small steps leave them near."""
+    found = positions(straight)
+    assert torch.cosine_similarity(found[64:128], found[:64]).min() > 0.9
+    train_here(prepared, tmp_path, "train.phases=[{steps: 8}, {steps: 4}]", MICRO_4)
+    found = positions(tmp_path)
+    assert torch.cosine_similarity(found[64:128], found[:64]).max() < 0.5
+
+
+def test_a_table_of_positions_repeats_the_trained_rows() -> None:
+    assert repeated_rows(0, 4, 10).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    # RoBERTa's first position is row 2
+    assert repeated_rows(2, 3, 5).tolist() == [0, 1, 2, 3, 4, 2, 3]
+
+
+def test_positions_of_other_weights_are_left_alone(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Those of a model to start from are all trained."""
+    model = load_export(straight / "export")
+    options = (f"init_from={straight / 'export'}", "model.max_position_embeddings=128")
+    train_here(prepared, tmp_path, CONTINUED, MICRO_4, "train.learning_rate=1e-9", *options)
+    torch.testing.assert_close(positions(tmp_path), model.embeddings.position.weight.detach())
 
 
 def test_one_phase_that_changes_nothing_is_a_run_without_phases(
