@@ -240,7 +240,8 @@ def export_checkpoint(
     """Export a checkpoint that lies in its run folder.
 
     positions: number of positions to export; None: as many as were trained, since others are at
-    their random start and make the model worse than no context in what lies there.
+    their random start and make the model worse than no context in what lies there. A model of
+    `init_from` has all of those that it began with, which were trained before.
     options: `dtype`, `pytorch_bin` and `overwrite` of `export`.
     """
     state = read_run_state(checkpoint)
@@ -253,6 +254,8 @@ def export_checkpoint(
         settle_embeddings(model)
     begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
     trained = max(phase.data.max_seq_length for phase in begun)
+    if config.init_from:
+        trained = config.model.max_position_embeddings
     resize_positions(model, trained, positions or trained)
     shape, advice = {"do_lower_case": bool}, "put a sound copy back"
     lowercase = read_json(vocab_dir / "tokenizer_config.json", shape, advice)["do_lower_case"]
@@ -384,7 +387,8 @@ def main() -> None:
         type=int,
         metavar="N",
         help="longest sequence that the model accepts; beyond the trained length, which is the "
-        "default, positions repeat the trained ones",
+        "default, positions repeat the trained ones; a model of init_from has all that it began "
+        "with",
     )
     parser.add_argument(
         "--pytorch-bin",

@@ -276,15 +276,17 @@ def evaluation(metrics: dict, objective: str) -> str:
 
 def limits(config: Config, phases: list[Phase], lowercase: bool, positions: int) -> str:
     longest = max(phase.data.max_seq_length for phase in phases)
-    repeated = (
-        f" Positions {longest + 1:,} to {positions:,} repeat the trained ones, untrained."
-        if longest < positions
-        else ""
-    )
     dropout, model = config.export.dropout, config.model
+    known = max(longest, model.max_position_embeddings) if config.init_from else longest
+    further = ""
+    if longest < min(known, positions):
+        further = f" Positions {longest + 1:,} to {min(known, positions):,} are as the model that "
+        further += "training began from has them."
+    if known < positions:
+        further += f" Positions {known + 1:,} to {positions:,} repeat the trained ones, untrained."
     trained = f"{model.hidden_dropout_prob:g} and {model.attention_probs_dropout_prob:g}"
     lines = [
-        f"No sequence in training was longer than {longest:,} tokens.{repeated}",
+        f"No sequence in training was longer than {longest:,} tokens.{further}",
         f"For fine-tuning, `config.json` sets a dropout of {dropout:g}; pretraining had {trained} "
         "(hidden states and attention).",
         "The tokenizer lower-cases text." if lowercase else "The tokenizer keeps upper case.",

@@ -19,7 +19,7 @@ from data_pipeline.config import DataConfig, load_config
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
 from pretrain.config import Config
-from pretrain.export import export
+from pretrain.export import export, export_checkpoint
 from pretrain.init_from import hash_weights, split_piece, start_from
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.build import model_of
@@ -170,7 +170,7 @@ def test_a_run_starts_there_resumes_and_says_so(
     assert f"starts from {folder}\n" in capsys.readouterr().out
     found, wanted = load_file(tmp_path / "a/export/model.safetensors"), weights_of(folder)
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor[: len(found[name])], rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
     fingerprint = json.loads((tmp_path / "a/fingerprint.json").read_text())
     assert fingerprint["init_from_sha256"] == hash_weights(folder)
     card = (tmp_path / "a/export/README.md").read_text()
@@ -189,6 +189,24 @@ def test_a_run_starts_there_resumes_and_says_so(
     save_file(weights, tmp_path / "moved/model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="init_from_sha256 was"):
         train_here(prepared, tmp_path / "b", *here, "train.max_steps=4", "train.extend=true")
+
+
+def test_positions_beyond_the_sequences_of_a_run_stay_those_of_the_folder(
+    folder, prepared, tmp_path
+) -> None:
+    name = "bert.embeddings.position_embeddings.weight"
+    wanted = weights_of(folder)[name]
+    here = (f"init_from={folder}", "data.max_seq_length=32", "train.learning_rate=1e-30")
+    train_here(prepared, tmp_path / "run", *here, *TWO_STEPS)
+    said = {64: "33 to 64 are as the model that", 48: "33 to 48 are as", 70: "65 to 70 repeat"}
+    config = read_config(prepared, folder, f"run_dir={tmp_path / 'run'}", *here, *TWO_STEPS)
+    for positions, line in said.items():
+        out = tmp_path / str(positions)
+        checkpoint = tmp_path / "run/checkpoints/step-00000002"
+        export_checkpoint(checkpoint, config, out, None if positions == 64 else positions)
+        found = load_file(out / "model.safetensors")[name]
+        torch.testing.assert_close(found, wanted.repeat(2, 1)[:positions], rtol=0, atol=1e-6)
+        assert line in (out / "README.md").read_text()
 
 
 # ------------------------------------------------------------------------- what it lacks or has
