@@ -48,7 +48,7 @@ class Encoder(nn.Module):
             x = F.pad(x, (0, 0, 0, -len(x) % TOKEN_MULTIPLE))
             rows = None if rows is None else F.pad(rows, (0, -wanted % TOKEN_MULTIPLE))
         for i in range(uses):
-            layer = self.layers[i * len(self.layers) // uses]
+            layer = self.layers[int(i / (uses / len(self.layers)))]  # rounded as in transformers
             inputs = (x, batch, rows if i == uses - 1 else None)
             if self.gradient_checkpointing:
                 x = checkpoint(layer, *inputs, use_reentrant=False)  # with the same dropout

@@ -389,6 +389,19 @@ def test_roberta_with_its_mlm_head_has_as_many_as_the_published_one() -> None:
     assert len(model.embeddings.position.weight) == 514
 
 
+def test_layers_share_groups_as_transformers_rounds_them(store, vocabulary) -> None:
+    config = config_of("albert", **ALBERT | {"num_hidden_layers": 18}, num_hidden_groups=14)
+    model = build(config, "none", len(vocabulary)).eval()
+    peer, batch = build_peer(model).eval(), batch_of(store, "none")
+    ours, theirs = [], []
+    groups = (model.layers, ours), (peer.albert.encoder.albert_layer_groups, theirs)
+    for modules, used in groups:
+        for i, module in enumerate(modules):
+            module.register_forward_hook(lambda *_, i=i, used=used: used.append(i))
+    model.encode(batch), peer(input_ids=batch.input_ids[None, :8])
+    assert ours == theirs and len(ours) == 18
+
+
 # --------------------------------------------------------------------------------- the config
 
 
