@@ -210,7 +210,8 @@ def check_with_transformers(
     padded = batch.padded(model.config.pad_token_id)
     padded.pop("labels"), padded.pop("next_sentence_label")
     with torch.no_grad():
-        out = peer.eval()(**padded)
+        # without what config.json may ask for beside, such as that of a model to start from
+        out = peer.eval()(**padded, output_attentions=False, output_hidden_states=False)
     tokens = out[0][batch.sequence_ids, batch.position_ids]  # of the other head, pairs
     found = (tokens[batch.masked_positions] if model.mlm else tokens, *out[1:])
     for number, (a, b) in enumerate(zip(found, wanted, strict=True)):

@@ -152,12 +152,14 @@ def test_further_entries_of_the_config_pass_to_the_export(
     settings = json.loads(path.read_text())
     settings |= {"classifier_dropout": 0.2, "use_cache": False, "id2label": {"0": "no", "1": "yes"}}
     settings |= {"pooler_fc_size": 768, "pooler_type": "first_token_transform"}  # as in hfl/rbt3
+    settings |= {"output_hidden_states": True, "output_attentions": True}
     path.write_text(json.dumps(settings))
     train_here(prepared, tmp_path / "run", f"init_from={tmp_path / 'in'}", *TWO_STEPS)
     found = json.loads((tmp_path / "run/export/config.json").read_text())
     ours = {"torch_dtype", "position_embedding_type"}
     assert found.keys() - ours == settings.keys() - {"dtype", "transformers_version"}
-    for name in ("classifier_dropout", "use_cache", "id2label", "pooler_type", "directionality"):
+    passed = ("classifier_dropout", "use_cache", "id2label", "pooler_type", "directionality")
+    for name in (*passed, "output_hidden_states", "output_attentions"):
         assert found[name] == settings[name], name
     assert load_export(tmp_path / "run/export").config.extra["pooler_fc_size"] == 768
 
