@@ -17,6 +17,8 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import COUNT, read_json, read_utf8
 from data_pipeline.config import check
+from pretrain.config import ModelConfig
+from pretrain.families import read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.electra import GENERATOR
 
@@ -26,6 +28,7 @@ HEADS = ("mlm.", "pooler.", "nsp.", "rtd.")  # a folder may lack them
 PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
 RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
 BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
+OF_GENERATOR = ("hidden_act", "layer_norm_eps")  # as in the model whose embeddings it shares
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
@@ -41,6 +44,7 @@ def start_from(folder: Path, model: PretrainingModel, pieces: list[str]) -> list
         if name and not (folder / name).is_dir():
             lines.append(f"no {folder / name}, so the {name} starts anew")
         else:
+            check_same(folder / name, part.config, OF_GENERATOR if name else ())
             lines.append(copy_weights(folder / name, part, pieces))
     return lines[::-1]
 
@@ -166,6 +170,19 @@ def to_current_names(weights: dict[str, Tensor], encoder: str) -> dict[str, Tens
             if name.endswith("decoder.bias"):  # some folders have the MLM bias under this name only
                 found.setdefault(name.replace("decoder.bias", "bias"), tensor)
     return found
+
+
+def check_same(folder: Path, config: ModelConfig, names: tuple[str, ...]) -> None:
+    """Raise `UserError` if a model has other heads than the folder says, or another of the settings
+    `names`: no shape of a tensor tells, and the weights would compute something else."""
+    path = folder / "config.json"
+    found = read_hf_config(read_settings(folder), path) if path.exists() else {}
+    for name in ("num_attention_heads", *names):
+        value, ours = found.get(name), getattr(config, name)
+        advice = f"leave out model.{name}, which the folder sets"
+        if folder.name == GENERATOR:
+            advice = "move this folder away, so that a generator of its own starts anew"
+        check(value in (None, ours), f"{path}: {name} is {value}, and here it is {ours}; {advice}")
 
 
 def check_tied(weights: dict[str, Tensor], words: Tensor, folder: Path) -> None:

@@ -299,6 +299,22 @@ def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
         start(read_config(prepared, folder, "model.num_hidden_layers=3"))
 
 
+def test_settings_that_no_shape_tells_are_refused(folder, prepared, vocab_dir, tmp_path) -> None:
+    with pytest.raises(UserError, match="num_attention_heads is 2, and here it is 4; leave out"):
+        start(read_config(prepared, folder, "model.num_attention_heads=4"))
+    save_peer(tmp_path / "in", "ElectraForPreTraining", vocab_dir, embedding_size=8)
+    sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 64}
+    for settings in (
+        {"num_attention_heads": 2},
+        {"num_attention_heads": 1, "hidden_act": "relu"},
+        {"num_attention_heads": 1, "layer_norm_eps": 0.1},
+    ):
+        save_peer(tmp_path / "in/generator", "ElectraForMaskedLM", vocab_dir, **sizes | settings)
+        name, value = list(settings.items())[-1]
+        with pytest.raises(UserError, match=f"{name} is {value}, and here .* starts anew"):
+            start(read_config(prepared, tmp_path / "in", "data.objective=none"))
+
+
 def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"
