@@ -26,6 +26,7 @@ ADVICE = "put a sound copy there"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is taken
 HEADS = ("mlm.", "pooler.", "nsp.", "rtd.")  # a folder may lack them
 PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
 BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
 OF_GENERATOR = ("hidden_act", "layer_norm_eps")  # as in the model whose embeddings it shares
@@ -69,7 +70,13 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> st
     for name, ours in state.items():
         if name in fresh:
             continue
-        value = weights.pop(names[name]).to(ours.dtype)
+        value = weights.pop(names[name])
+        check(
+            value.dtype in FLOATS,
+            f"init_from {folder} has {names[name]} in {str(value.dtype).removeprefix('torch.')}; "
+            "give weights that are not quantized",
+        )
+        value = value.to(ours.dtype)
         if name in PER_PIECE and sources is not None:
             value = carry_rows(value, sources, ours)
         check(
@@ -149,7 +156,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             reason = " ".join(str(error).split())[:150]
             raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None
     for name, value in weights.items():
-        is_sound = isinstance(value, Tensor) and value.isfinite().all()
+        is_sound = isinstance(name, str) and isinstance(value, Tensor)
+        if is_sound and value.dtype in FLOATS:
+            is_sound = value.isfinite().all()
         check(is_sound, f"init_from {folder}: {name} is no tensor of finite numbers; {ADVICE}")
     return weights
 

@@ -325,12 +325,25 @@ def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -
     (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(UserError, match="pytorch_model.bin is damaged"):
         start(read_config(prepared, tmp_path))
+    torch.save({0: torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="0 is no tensor of finite numbers"):
+        start(read_config(prepared, tmp_path))
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(UserError, match="holds neither model.safetensors nor pytorch_model.bin"):
         train_here(prepared, tmp_path / "run", f"init_from={tmp_path}")
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="vocab.path .*nowhere is neither a vocab.txt"):
         prepare_here(prepared, tmp_path, f"init_from={tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantized_weights_are_refused(dtype: str, folder, prepared, tmp_path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights, name = load_file(folder / "model.safetensors"), "bert.pooler.dense.weight"
+    weights[name] = weights[name].to(getattr(torch, dtype))
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} in {dtype}; give weights that are not quantized"):
+        start(read_config(prepared, tmp_path))
 
 
 # ------------------------------------------------------------------------------ vocabularies
