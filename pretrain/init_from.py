@@ -118,6 +118,10 @@ def list_weights(folder: Path) -> list[Path]:
 
     Prefers safetensors. Raises `UserError` if there are none.
     """
+    check(
+        folder.is_dir(),
+        f"init_from {folder} is no folder; download a model of a hub into one, and give that",
+    )
     for name in WEIGHTS:
         if (folder / name).exists():
             return [folder / name]

@@ -56,6 +56,11 @@ def read_existing(vocab: VocabConfig) -> list[str]:
     if vocab.path is None:
         return []
     path = Path(vocab.path).expanduser()
+    check(
+        path.exists(),
+        f"there is no {path}, which vocab.path or init_from names; download a model of a hub into "
+        "a folder, and give that",
+    )
     text = path / "vocab.txt" if path.is_dir() else path
     tokenizer = read_optional(text.parent / "tokenizer.json", TOKENIZER)
     settings = read_optional(text.parent / "tokenizer_config.json", SETTINGS)

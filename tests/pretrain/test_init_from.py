@@ -332,8 +332,11 @@ def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -
     with pytest.raises(UserError, match="holds neither model.safetensors nor pytorch_model.bin"):
         train_here(prepared, tmp_path / "run", f"init_from={tmp_path}")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match="vocab.path .*nowhere is neither a vocab.txt"):
-        prepare_here(prepared, tmp_path, f"init_from={tmp_path / 'nowhere'}")
+    nowhere = f"init_from={tmp_path / 'nowhere'}"
+    with pytest.raises(UserError, match="no .*nowhere, which vocab.path or init_from names"):
+        prepare_here(prepared, tmp_path, nowhere)
+    with pytest.raises(UserError, match="nowhere is no folder; download a model of a hub"):
+        train_here(prepared, tmp_path / "run", nowhere)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
