@@ -388,7 +388,7 @@ def main() -> None:
         type=int,
         metavar="N",
         help="longest sequence that the model accepts; beyond the trained length, which is the "
-        "default, positions repeat the trained ones; a model of init_from has all that it began "
+        "default, positions continue the trained ones; a model of init_from has all that it began "
         "with",
     )
     parser.add_argument(

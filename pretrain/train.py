@@ -44,7 +44,7 @@ from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progre
 from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
-from pretrain.models.bert import repeated_rows
+from pretrain.models.bert import continue_positions
 from pretrain.models.cpu import return_freed_memory
 from pretrain.monitor import SPIKE_STEPS, Monitor
 from pretrain.objectives import ROW
@@ -188,17 +188,19 @@ def enter_phase(run: Run, step: int) -> Phase:
 
 
 def start_positions(run: Run, phase: Phase) -> None:
-    """Repeat the embeddings of the positions that are trained for those that only the phases from
-    here on reach (a collective call).
+    """Continue the embeddings of the positions that are trained to those that a phase adds (a
+    collective call).
 
     Tokens there then look at their neighbours at once, as the others do; random embeddings take
     longer to learn it than a short phase lasts. A model of `init_from` has them all.
     """
     trained = max((p.data.max_seq_length for p in run.phases if p.end <= phase.start), default=0)
-    if 0 < trained < phase.data.max_seq_length and run.config.init_from is None:
+    size = phase.data.max_seq_length
+    if 0 < trained < size and run.config.init_from is None:
         table, first = run.bare.embeddings.position.weight.detach(), run.config.model.first_position
-        rows = repeated_rows(first, trained, len(table) - first).to(table.device)
-        table.copy_(shard_like(unshard(table)[rows], table))
+        whole = unshard(table).clone()
+        whole[first : first + size] = continue_positions(whole[first : first + trained], size)
+        table.copy_(shard_like(whole, table))
 
 
 def answer_trouble(run: Run, record: Record, step: int, loss: float) -> None:

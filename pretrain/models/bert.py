@@ -230,17 +230,28 @@ def count_products(
 
 
 def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:
-    """Give a model `size` positions: the first `trained` ones, repeated if there are fewer."""
+    """Give a model `size` positions: the first `trained` ones, continued if there are fewer."""
     table, first = model.embeddings.position.weight.detach(), model.config.first_position
-    rows = table[repeated_rows(first, min(trained, len(table) - first), size)]
+    rows = torch.cat([table[:first], continue_positions(table[first : first + trained], size)])
     model.embeddings.position = nn.Embedding.from_pretrained(rows, freeze=False)
     model.config = replace(model.config, max_position_embeddings=size)
 
 
-def repeated_rows(first: int, trained: int, size: int) -> Tensor:
-    """List which rows make a table of `size` positions, from row `first` on, that repeats the
-    trained ones: int64 (first + size,)."""
-    return torch.cat([torch.arange(first), first + torch.arange(size) % trained])
+def continue_positions(table: Tensor, size: int) -> Tensor:
+    """Continue the embeddings of trained positions, (L, E), to `size` positions, (size, E).
+
+    What is left of them beside the straight line that fits them best is repeated every L positions,
+    so that neighbours are to each other what they are among the trained ones. The line goes on, as
+    far again as it was trained, which tells later positions from those that they repeat.
+    """
+    trained = len(table)
+    if size <= trained:
+        return table[:size]
+    places = torch.arange(trained, device=table.device) - (trained - 1) / 2
+    slope = places @ table / places.square().sum().clamp(min=1)
+    later = torch.arange(trained, size, device=table.device)
+    laps = later // trained
+    return torch.cat([table, table[later % trained] + trained / laps[-1] * laps[:, None] * slope])
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from pretrain.export import export, find_manifest, read_run_config
 from pretrain.export_folder import check_export_folder, read_marker
 from pretrain.families import FAMILIES, LAYER_NAMES, Family, hf_config
 from pretrain.model_card import model_card
-from pretrain.models.bert import PretrainingModel, settle_embeddings
+from pretrain.models.bert import PretrainingModel, continue_positions, settle_embeddings
 from pretrain.objectives import objectives_of
 from pretrain.read_export import load_export
 
@@ -603,8 +603,8 @@ def test_the_card_says_nothing_of_metrics_that_are_missing_or_no_numbers(prepare
 
 def test_the_card_tells_which_positions_were_never_trained(prepared) -> None:
     phases = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 512}]"
-    assert "Positions 65 to 512 repeat" in card_of(prepared, phases, step=8)[1]
-    assert "repeat" not in card_of(prepared, phases, step=9)[1]
+    assert "Positions 65 to 512 continue" in card_of(prepared, phases, step=8)[1]
+    assert "continue the trained" not in card_of(prepared, phases, step=9)[1]
     assert "longer than 512 tokens" in card_of(prepared, phases, step=9)[1]
 
 
@@ -619,10 +619,10 @@ def test_only_trained_positions_are_exported_unless_more_are_asked_for(
     for wanted, options in ((64, []), (150, ["--positions", 150]), (40, ["--positions", 40])):
         run_cli(monkeypatch, run_dir, tmp_path / "out", *options)
         found = BertModel.from_pretrained(tmp_path / "out").embeddings.position_embeddings.weight
-        assert torch.equal(found, trained.repeat(3, 1)[:wanted])
+        assert torch.equal(found, continue_positions(trained, wanted))
         assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == wanted
         card = (tmp_path / "out/README.md").read_text()
-        assert ("Positions 65 to 150 repeat" in card) == (wanted == 150)
+        assert ("Positions 65 to 150 continue" in card) == (wanted == 150)
 
 
 def test_fine_tuning_has_dropout_unless_the_config_says_otherwise(prepared, tmp_path) -> None:
