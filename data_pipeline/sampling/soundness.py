@@ -37,8 +37,14 @@ def check_data(data_dir: Path, again: bool = False) -> int:
     stamps = {} if bad else {str(path): describe(path, h) for path, h in wanted.items()}
     known = {} if again else read_checked(data_dir)
     todo = [path for path in map(Path, stamps) if known.get(str(path)) != stamps[str(path)]]
+    sound = {path: stamp for path, stamp in stamps.items() if Path(path) not in todo}
     with progress_bar("checking", sum(p.stat().st_size for p in todo), "B", delay=2) as bar:
-        bad += [path for path in todo if hash_file(path, bar.update) != wanted[path]]
+        for path in todo:
+            keep_checked(data_dir, sound)  # but not the last one: bounds are to be compared yet
+            if hash_file(path, bar.update) == wanted[path]:
+                sound[str(path)] = stamps[str(path)]
+            else:
+                bad.append(path)
     if todo and not bad:
         vocabulary = read_vocabulary(data_dir / "vocab")
         bad = [
@@ -53,8 +59,7 @@ def check_data(data_dir: Path, again: bool = False) -> int:
             f"{store_dir} and run python -m data_pipeline"
         )
     if todo:
-        with suppress(OSError):  # a folder that cannot be written is checked at every start
-            write_file(data_dir / CHECKED_FILE, json.dumps(stamps, indent=1).encode() + b"\n")
+        keep_checked(data_dir, stamps)
     return len(wanted) + 1
 
 
@@ -88,6 +93,12 @@ def read_checked(data_dir: Path) -> dict[str, list]:
         return read_json(data_dir / CHECKED_FILE, {str: list}, "")
     except (UserError, OSError):
         return {}
+
+
+def keep_checked(data_dir: Path, sound: dict[str, list]) -> None:
+    """Write what was found sound; in a folder that cannot be written it is read at every start."""
+    with suppress(OSError):
+        write_file(data_dir / CHECKED_FILE, json.dumps(sound, indent=1).encode() + b"\n")
 
 
 def is_within_bounds(store: TokenStore) -> bool:

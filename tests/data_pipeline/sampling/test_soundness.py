@@ -100,6 +100,34 @@ def test_sound_files_are_read_once_and_one_that_changed_again(data_dir: Path, mo
     assert len(read) == 28
 
 
+def test_a_check_that_is_interrupted_goes_on_after_the_files_that_it_has_read(
+    data_dir: Path, monkeypatch
+) -> None:
+    read, within = [], []
+
+    def read_four(path: Path, note) -> str:
+        read.append(path)
+        if len(read) == 5:
+            raise KeyboardInterrupt
+        return hash_file(path)
+
+    def interrupt(*_) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(soundness, "hash_file", read_four)
+    with pytest.raises(KeyboardInterrupt):
+        check_data(data_dir)
+    monkeypatch.setattr(soundness, "is_within_bounds", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        check_data(data_dir)
+    assert len(read) == 10 and len(set(read)) == 9
+    # bounds were not compared to the end, so they are now, whatever was read before
+    monkeypatch.setattr(soundness, "is_within_bounds", lambda store: within.append(store) or True)
+    check_data(data_dir)
+    check_data(data_dir)
+    assert len(read) == 11 and len(within) == 2
+
+
 @pytest.mark.parametrize(
     "name, change",
     [
