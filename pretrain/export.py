@@ -50,7 +50,7 @@ from pretrain.models.bert import (
     resize_positions,
     settle_embeddings,
 )
-from pretrain.models.build import model_of
+from pretrain.models.build import count_parameters, model_of
 from pretrain.models.electra import GENERATOR
 from pretrain.read_export import (
     read_model,
@@ -99,14 +99,14 @@ def export(
         )
         try:
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # such as a full disk
+            if pytorch_bin:
+                torch.save(weights, folder / PYTORCH_BIN)
+        except (SafetensorError, RuntimeError) as error:  # such as a full disk
             raise UserError(
                 f"no export at {out_dir}: {error}; free space and run the same command again"
             ) from None
         readable = (folder / "tokenizer_config.json").stat().st_mode  # by the umask
         (folder / "model.safetensors").chmod(readable)
-        if pytorch_bin:
-            torch.save(weights, folder / PYTORCH_BIN)
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         settings = hf_config(asdict(model.config), model.vocab_size, model.hf_class, dtype)
         write_json(folder / "config.json", settings | dropouts)
@@ -249,6 +249,7 @@ def export_checkpoint(
     fingerprint = state["fingerprint"]
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
     pieces = len(read_vocabulary(vocab_dir))
+    check_size(checkpoint, config, pieces)
     model = model_of(config.model, pieces, config.data.objective)
     load_model(checkpoint, model)
     if config.init_from is None:  # else the scale of its embeddings is that of others
@@ -269,6 +270,18 @@ def export_checkpoint(
         if name == GENERATOR:
             card = generator_card(config, parameters)
         export(part, vocab_dir, out_dir / name, card, origin, config.export.dropout, **options)
+
+
+def check_size(checkpoint: Path, config: Config, pieces: int) -> None:
+    """Raise `UserError` if the model of a config has more parameters than a checkpoint holds,
+    before it is built: of a damaged `config.yaml` it may have any size."""
+    weights = checkpoint / "model.safetensors"
+    number = count_parameters(config.model, pieces, config.data.objective)
+    check(
+        4 * number <= weights.stat().st_size,
+        f"{checkpoint.parent.parent / 'config.yaml'} is of a model of {number:,} parameters, and "
+        f"{weights} has fewer; put a sound copy of config.yaml back",
+    )
 
 
 def read_run_state(checkpoint: Path) -> dict:

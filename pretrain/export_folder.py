@@ -29,6 +29,8 @@ def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: boo
     Needs no model, so a run can check before its first step. With `overwrite`, any file with the
     name of an exported one may be replaced. Raises `UserError`.
     """
+    lost = out_dir.is_symlink() and not out_dir.exists()
+    check(not lost, f"{out_dir} is a link to what is not there; restore that, or remove the link")
     if not out_dir.exists():
         return
     if (out_dir / GENERATOR).exists():

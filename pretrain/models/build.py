@@ -24,14 +24,8 @@ def model_of(
     return PretrainingModel(config, vocab_size, objectives_of(objective, bag_of_words_weight))
 
 
-def check_memory(
-    config: ModelConfig, vocab_size: int, objective: str, copies: float, memory: int
-) -> int:
-    """Count the parameters of a model without building it, from those of one and of two layers.
-
-    copies: of the parameters, in float32, that have to be in `memory` bytes at the same time.
-    Raises `UserError` if they are not.
-    """
+def count_parameters(config: ModelConfig, vocab_size: int, objective: str) -> int:
+    """Count the parameters of a model without building it, from those of one and of two layers."""
     counts = []
     for layers in (1, 2):
         small = replace(config, num_hidden_layers=layers, num_hidden_groups=layers)
@@ -39,7 +33,18 @@ def check_memory(
             model = model_of(small, vocab_size, objective)
         counts.append(sum(parameter.numel() for parameter in model.parameters()))
     groups = config.num_hidden_groups or config.num_hidden_layers
-    number = counts[0] + (groups - 1) * (counts[1] - counts[0])
+    return counts[0] + (groups - 1) * (counts[1] - counts[0])
+
+
+def check_memory(
+    config: ModelConfig, vocab_size: int, objective: str, copies: float, memory: int
+) -> int:
+    """Count the parameters of a model as `count_parameters` does.
+
+    copies: of the parameters, in float32, that have to be in `memory` bytes at the same time.
+    Raises `UserError` if they are not.
+    """
+    number = count_parameters(config, vocab_size, objective)
     check(
         4 * copies * number <= memory,
         f"a model of {number:,} parameters takes at least {4 * copies * number / 1e9:,.1f} GB, and "

@@ -463,6 +463,41 @@ def test_a_damaged_checkpoint_is_an_error_of_one_line(
     assert_one_line_error(capsys, "model.safetensors is not what was written")
 
 
+@pytest.mark.parametrize("change", [{"hidden_size": 32000}, {"num_hidden_layers": 900}, {}])
+def test_a_damaged_config_of_a_large_model_is_refused_before_that_is_built(
+    run_dir, tmp_path, monkeypatch, capsys, change
+) -> None:
+    """Without `hidden_size` it is 768, and one of 32,000 would have 100 GB."""
+    shutil.copytree(run_dir, tmp_path / "run")
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    config["model"] = config["model"] | change if change else {"num_hidden_layers": 2}
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(pretrain.export, "model_of", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
+    assert_one_line_error(capsys, "config.yaml is of a model of", "put a sound copy")
+
+
+@pytest.mark.parametrize("writer", ["save_file", "torch.save"])
+def test_a_disk_that_is_full_at_export_is_an_error_of_one_line(
+    run_dir, tmp_path, monkeypatch, capsys, writer
+) -> None:
+    def fail(*_, **__) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5 vs 6")
+
+    monkeypatch.setattr(f"pretrain.export.{writer}", fail)
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--pytorch-bin")
+    assert_one_line_error(capsys, "no export at", "free space")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_what_is_not_there_is_no_folder_to_export_to(tmp_path: Path) -> None:
+    (tmp_path / "export").symlink_to(tmp_path / "scratch")
+    with pytest.raises(UserError, match="is a link to what is not there"):
+        check_export_folder(tmp_path / "export")
+
+
 def test_another_vocabulary_than_the_runs_is_an_error_of_one_line(
     run_dir, tmp_path, prepared, monkeypatch, capsys
 ) -> None:
