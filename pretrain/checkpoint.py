@@ -29,14 +29,23 @@ from pretrain.sharding import shard_like, unshard
 from pretrain.tracking import to_json
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-NAME = re.compile(r"step-(\d{8})")
-PHASE = {"start": COUNT, "end": COUNT, "schedule_start": COUNT}
+NAME = re.compile(r"step-(\d{8,})")  # nine digits from step 100,000,000 on
+PHASE = {"start": COUNT, "end": COUNT, "schedule_start": COUNT, "max_steps?": COUNT}
+PHASE |= {"warmup_steps?": COUNT, "decay_steps?": (COUNT, None), "learning_rate?": float}
+MONITOR = {  # of `Monitor.state`
+    **dict.fromkeys(("skipped?", "in_a_row?", "above?", "rollbacks?", "rolled_back_at?"), COUNT),
+    **{"norms?": [float], "losses?": [float], "loss?": float, "said?": [str]},
+    "went_back_to?": (NAME, None),
+}
 STATE = {  # shape of state.json of any schema
     "step": COUNT,
     "running_sums?": [[(float, None)]],
+    "window?": [(float, None)],
     "evaluation?": {str: (float, None)},
-    "part_sizes?": list,
-    "monitor?": {str: object},
+    "evaluation_due?": bool,
+    "micro_batch_size?": COUNT,
+    "part_sizes?": [[COUNT]],
+    "monitor?": MONITOR,
     "restarted?": bool,
 }
 HASHES = {"vocab_sha256": str, "data_sha256": str}
@@ -164,10 +173,17 @@ def sync(path: Path) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint folders, oldest first; other files and links are ignored.
 
-    Raises OSError if `folder` cannot be read, in which there may be some.
+    Raises OSError if `folder` cannot be read, in which there may be some, and `UserError` if it is
+    a link to a folder that is not there, such as a disk that is not mounted.
     """
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(
+            f"{folder} is a link to {os.readlink(folder)}, which is not there; nothing was "
+            "changed, so run the same command again when it is, or remove the link"
+        )
     paths = folder.iterdir() if folder.exists() else ()
-    return sorted(p for p in paths if NAME.fullmatch(p.name) and not p.is_symlink())
+    found = [p for p in paths if NAME.fullmatch(p.name) and not p.is_symlink()]
+    return sorted(found, key=step_of)
 
 
 def list_others(folder: Path) -> list[Path]:
@@ -290,13 +306,38 @@ def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
 def load_optimizers(
     checkpoint: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Load the states of the optimizers from a checkpoint."""
+    """Load the states of the optimizers from a checkpoint.
+
+    Raises `UserError` if they are of another model or optimizer: fused kernels do not look at
+    shapes, and would write beyond a tensor that is too small.
+    """
     parameters = dict(model.named_parameters())
     owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
-    path = checkpoint / "optimizer.safetensors"
+    path, states = checkpoint / "optimizer.safetensors", {}
     for name, value in load_tensors(path).items():
         parameter_name, _, key = name.partition("/")
-        parameter = parameters.get(parameter_name)
-        if parameter is None or not key:
+        states.setdefault(parameter_name, {})[key] = value
+    for name, state in states.items():
+        parameter = parameters.get(name)
+        optimizer = owner.get(id(parameter))
+        if optimizer is None:
             raise UserError(f"{path} has {name}, and the model has not; it is of another model")
-        owner[id(parameter)].state[parameter][key] = shard_like(value, parameter)
+        found = {key: (value.shape, value.dtype) for key, value in state.items()}
+        if found != state_shapes(optimizer, parameter):
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"{path} has {', '.join(state)} of {name} that do not fit {kind} or its shape "
+                f"{tuple(parameter.shape)}; put a sound copy of the checkpoint back"
+            )
+        for key, value in state.items():
+            optimizer.state[parameter][key] = shard_like(value, parameter)
+
+
+def state_shapes(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Tell which tensors an optimizer keeps of a parameter: key -> (shape, type)."""
+    whole = parameter.shape, torch.float32
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer": whole}
+    return {"step": (torch.Size(), torch.float32), "exp_avg": whole, "exp_avg_sq": whole}

@@ -93,8 +93,8 @@ def read_fingerprint(state: dict) -> dict:
     """
     try:
         saved = state.get("fingerprint") or convert_schema_1(state["contract"])
-        newest = saved["schema"]
-    except (KeyError, TypeError, AttributeError) as error:
+        newest, _ = saved["schema"], saved["phases"][-1]
+    except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"the fingerprint of the checkpoint is damaged: {error!r}") from None
     if newest > SCHEMA:
         raise UserError(

@@ -72,7 +72,7 @@ def load_resume_state(
     )
     state = {"step": 0, "running_sums": [], "evaluation": {}, "part_sizes": []}
     if checkpoint is not None:
-        state = read_state(checkpoint)
+        state |= read_state(checkpoint)
         saved = read_fingerprint(state)
         for line in check_fingerprint(saved, fingerprint, state["step"], run_dir, settings.extend):
             accelerator.print(line)

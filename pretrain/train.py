@@ -29,6 +29,7 @@ from data_pipeline.common.errors import Stopped
 from data_pipeline.common.signals import hold_signals
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import progress_bar
+from data_pipeline.config import check
 from data_pipeline.sampling.batches import Batch, BatchSource, prefetch, send
 from pretrain.agreement import agree_on_signal, agree_on_step, explain_difference, read_step
 from pretrain.checkpoint import (
@@ -391,7 +392,13 @@ def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
     if "window" in state:
         both = state.pop("window")
         return [both[i::2] for i in range(len(objectives))]
-    return state["running_sums"] or [[0.0] * ROW for _ in objectives]
+    sums = state["running_sums"] or [[0.0] * ROW for _ in objectives]
+    check(
+        [len(row) for row in sums] == [ROW] * len(objectives),
+        f"running_sums of the checkpoint are {sums}, which are not {ROW} numbers of each of "
+        f"{len(objectives)} objectives; put a sound copy of the checkpoint back",
+    )
+    return [[math.nan if number is None else number for number in row] for row in sums]
 
 
 def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:

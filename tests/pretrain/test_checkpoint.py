@@ -1,15 +1,19 @@
 """Checkpoints that are damaged, unreadable or all gone, and those that are kept."""
 
 import errno
+import json
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import assert_same_run, contents, fork, metrics, newest, run, train_here
+from safetensors.torch import load_file, save_file
 
 import pretrain.checkpoint
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import hash_file
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from pretrain.optim import learning_rate
 
@@ -129,6 +133,80 @@ def test_a_link_to_a_checkpoint_is_not_passed_over(
     link.symlink_to(tmp_path / "elsewhere/step-00000012")
     with pytest.raises(UserError, match="is sound: step-00000012;"):
         train_here(prepared, run_dir)
+
+
+def test_a_link_to_a_disk_that_is_not_there_stops_the_run_and_changes_nothing(
+    prepared: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").symlink_to(tmp_path / "scratch")
+    before = without_locks(run_dir)
+    with pytest.raises(UserError, match="is a link to .* not there"):
+        train_here(prepared, run_dir)
+    assert without_locks(run_dir) == before
+
+
+def write_again(checkpoint: Path, name: str, data: bytes) -> None:
+    """Replace a file of a checkpoint, and the hash in its manifest, as somebody might."""
+    (checkpoint / name).write_bytes(data)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest[name] = hash_file(checkpoint / name)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"running_sums": [[1.0]]},
+        {"part_sizes": [{"a": "b"}]},
+        {"part_sizes": [["a"]]},
+        {"monitor": {"said": 3}},
+        {"monitor": {"losses": "x"}},
+        {"monitor": {"went_back_to": "x"}},
+        {"fingerprint": {"schema": 3, "vocab_sha256": "", "data_sha256": "", "phases": []}},
+    ],
+    ids=str,
+)
+def test_a_state_of_another_shape_is_one_line_although_its_hash_fits(
+    prepared: Path, run_dir: Path, change: dict
+) -> None:
+    for checkpoint in list_checkpoints(run_dir / "checkpoints"):
+        state = json.loads((checkpoint / "state.json").read_text()) | change
+        write_again(checkpoint, "state.json", json.dumps(state).encode())
+    with pytest.raises(UserError, match="checkpoint"):
+        train_here(prepared, run_dir, "train.max_steps=14", "train.extend=true")
+
+
+def test_moments_of_another_shape_are_one_line_and_nothing_is_written_beyond_them(
+    prepared: Path, straight: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    def shorten(tensors: dict, name: str) -> None:
+        tensors[name] = torch.zeros(3)
+
+    def drop(tensors: dict, name: str) -> None:
+        del tensors[name]
+
+    def round_down(tensors: dict, name: str) -> None:
+        tensors[name] = tensors[name].long()
+
+    checkpoint = newest_checkpoint(run_dir / "checkpoints")
+    of_straight = newest_checkpoint(straight / "checkpoints")
+    sound = load_file(of_straight / "optimizer.safetensors")  # mapped, so not that to be changed
+    for change in (shorten, drop, round_down):
+        tensors = dict(sound)
+        change(tensors, "embeddings.word.weight/exp_avg_sq")
+        save_file(tensors, tmp_path / "changed")
+        data = (tmp_path / "changed").read_bytes()
+        write_again(checkpoint, "optimizer.safetensors", data)
+        with pytest.raises(UserError, match="of embeddings.word.weight that do not fit AdamW"):
+            train_here(prepared, run_dir, "train.max_steps=14", "train.extend=true")
+
+
+def test_checkpoints_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 99_000_000):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    names = [path.name for path in list_checkpoints(tmp_path)]
+    assert names == ["step-99000000", "step-99999999", "step-100000000"]
 
 
 def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_stays(
