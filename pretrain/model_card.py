@@ -283,7 +283,8 @@ def limits(config: Config, phases: list[Phase], lowercase: bool, positions: int)
         further = f" Positions {longest + 1:,} to {min(known, positions):,} are as the model that "
         further += "training began from has them."
     if known < positions:
-        further += f" Positions {known + 1:,} to {positions:,} continue the trained ones, untrained."
+        further += f" Positions {known + 1:,} to {positions:,} continue the trained ones, "
+        further += "untrained."
     trained = f"{model.hidden_dropout_prob:g} and {model.attention_probs_dropout_prob:g}"
     lines = [
         f"No sequence in training was longer than {longest:,} tokens.{further}",
