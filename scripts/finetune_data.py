@@ -210,15 +210,15 @@ def read_conll(path: Path) -> Iterator[Example]:
     words, tags, start = [], [], 1
     for number, line in enumerate([*read_text(path).split("\n"), ""], 1):
         cells = line.split("\t") if "\t" in line else line.split()
-        if len(cells) > 1:
-            words.append(cells[0])
-            tags.append(cells[-1].strip())
-        elif cells:
-            raise UserError(f"{path}:{number}: wanted a word, a tab and a tag, found {line!r:.60}")
-        else:
+        if not line.strip():  # perhaps with a tab, as in the original files of WNUT-17
             if words:
                 yield Example(f"{path}:{start}", words, tags)
             words, tags, start = [], [], number + 1
+        elif len(cells) > 1 and cells[-1].strip():
+            words.append(cells[0])
+            tags.append(cells[-1].strip())
+        else:
+            raise UserError(f"{path}:{number}: wanted a word, a tab and a tag, found {line!r:.60}")
 
 
 def read_squad(path: Path) -> Iterator[Example]:

@@ -414,13 +414,14 @@ def test_columns_are_found_by_name_or_named(tmp_path) -> None:
 
 
 def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
-    (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU NNP B-ORG\n \n")
+    (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU NNP B-ORG\n \nof\tO\n\t\n")
     found = read_examples(tmp_path / "a.conll", "tagging", {})
     assert [(e.texts, e.label) for e in found] == [
         (["常", "建"], ["B-NAME", "I-NAME"]),
         (["EU"], ["B-ORG"]),
+        (["of"], ["O"]),
     ]
-    assert [e.place for e in found] == [f"{tmp_path / 'a.conll'}:{line}" for line in (2, 6)]
+    assert [e.place for e in found] == [f"{tmp_path / 'a.conll'}:{line}" for line in (2, 6, 8)]
 
 
 @pytest.mark.parametrize(
@@ -442,6 +443,7 @@ def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
         ("regression", "a.jsonl", f'{{"text": "x", "label": {"9" * 400}}}', r":1: label is 9999"),
         ("regression", "a.tsv", "sentence\tlabel\nx\tnan\n", r"a.tsv:2: label is 'nan', not"),
         ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
+        ("tagging", "a.conll", "x\tO\ny\t\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
         ("choice", "a.jsonl", '{"context": "x", "choices": ["y", "z"], "label": 2}', r"label is 2"),
         ("qa", "a.json", '{"data": [{"paragraphs": [{"qas": [{"question": 1}]}]}]}', r"SQuAD's"),
