@@ -134,9 +134,20 @@ class Row:
     columns: dict[str, str]
 
     def find(self, what: str) -> str | None:
-        """Find the name of a column; None if the table has none."""
-        names = (self.columns[what],) if what in self.columns else COLUMNS[what]
-        return next((name for name in names if name in self.cells), None)
+        """Find the name of a column; None if the table has none.
+
+        Raises `UserError` if several columns may be meant: one would be left out unseen.
+        """
+        if what in self.columns:
+            return self.columns[what] if self.columns[what] in self.cells else None
+        taken = self.columns.values()
+        names = [name for name in COLUMNS[what] if name in self.cells and name not in taken]
+        check(
+            len(names) < 2,
+            f"{self.place}: {' and '.join(names)} may each be the column for {what}; name it with "
+            f"--columns {what}=NAME, as in --columns text=question second=sentence",
+        )
+        return names[0] if names else None
 
     def get(self, what: str):
         """Return a cell. Raises `UserError` if the table has no such column."""

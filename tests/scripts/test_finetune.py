@@ -413,6 +413,19 @@ def test_columns_are_found_by_name_or_named(tmp_path) -> None:
     assert [e.texts for e in found] == texts
 
 
+def test_a_second_text_is_not_left_out_unseen(tmp_path) -> None:
+    """The names of the QNLI set in GLUE: both are those of a first text."""
+    path = tmp_path / "a.tsv"
+    path.write_text("question\tsentence\tlabel\nWho?\tBob did.\tentailment\n")
+    with pytest.raises(UserError, match=r"a.tsv:2: sentence and question may each be .* for text"):
+        read_examples(path, "classification", {})
+    for columns in ({"text": "question", "second": "sentence"}, {"second": "sentence"}):
+        found = read_examples(path, "classification", columns)
+        assert [e.texts for e in found] == [["Who?", "Bob did."]]
+    found = read_examples(path, "classification", {"text": "sentence"})
+    assert [e.texts for e in found] == [["Bob did."]]
+
+
 def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
     (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU NNP B-ORG\n \nof\tO\n\t\n")
     found = read_examples(tmp_path / "a.conll", "tagging", {})
