@@ -189,6 +189,7 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         args.task != "classification" or task.outputs > 1,
         f"{args.train} holds one label only; wanted two or more",
     )
+    check(task.outputs, f"{args.train} holds no label")
     tokenizer, splits = load_pretrained(AutoTokenizer, args.model), {}
     for name, part in examples.items():
         units = task.encode(part, tokenizer, args.max_length)

@@ -50,7 +50,6 @@ def fit_words(
 
     evaluated: examples of the other matrices.
     """
-    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.preprocessing import MultiLabelBinarizer
@@ -59,11 +58,14 @@ def fit_words(
     model = LogisticRegression(C=strength, max_iter=300)
     labels = [example.label for example in train]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+        warnings.simplefilter("ignore", UserWarning)  # steps are used up; a label is in all or none
         if isinstance(labels[0], list):
             sets = MultiLabelBinarizer(classes=task.labels)
             model = OneVsRestClassifier(model).fit(matrices[0], sets.fit_transform(labels))
-            found = [sets.inverse_transform(model.predict(m)) for m in matrices[1:]]
+            rows = [model.predict(m).reshape(m.shape[0], -1) for m in matrices[1:]]  # (N, labels)
+            found = [sets.inverse_transform(part) for part in rows]
+        elif len(set(labels)) == 1:  # --max-train may draw so few
+            found = [labels[:1] * matrix.shape[0] for matrix in matrices[1:]]
         else:
             model.fit(matrices[0], labels)
             found = [list(model.predict(m)) for m in matrices[1:]]

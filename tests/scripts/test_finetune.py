@@ -32,6 +32,7 @@ import finetune_metrics as ours  # noqa: E402
 from finetune_data import Example, read_examples  # noqa: E402
 from finetune_tasks import TASKS  # noqa: E402
 from finetune_train import build_network, make_batch, shuffled_batches  # noqa: E402
+from finetune_words import fit_words, vectorize  # noqa: E402
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICK = "--seeds 0 --learning-rates 3e-3 --epochs 10 --batch-size 16 --dropout 0 --precision fp32"
@@ -165,6 +166,27 @@ def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
     table = capsys.readouterr().out.splitlines()
     for title in ("pretrained ", "random weights ", "bag of words ", "always "):
         assert [line for line in table if line.startswith(title) and "0." in line]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_bag_of_words_bears_a_draw_of_one_label() -> None:
+    for task, labels in (
+        ("classification", ["1"] * 3 + ["0"]),
+        ("multi_label", [["1"]] * 3 + [["0"]]),
+        ("multi_label", [["1"]] * 3 + [[]]),
+    ):
+        examples = [Example("", [f"film {label}"], label) for label in labels]
+        seen = examples[:3]
+        found = fit_words(TASKS[task](examples), seen, vectorize(seen, [seen]), 1.0, [seen])
+        assert found.dev[0][TASKS[task].metrics[0]] == 1
+
+
+def test_training_data_without_any_label_are_refused(exported, tmp_path, monkeypatch) -> None:
+    (tmp_path / "topics").mkdir()
+    for part in ("train", "dev", "test"):
+        (tmp_path / f"topics/{part}.jsonl").write_text('{"text": "x", "labels": []}\n')
+    with pytest.raises(UserError, match="train.jsonl holds no label"):
+        run(monkeypatch, exported, "multi_label", tmp_path, tmp_path / "out", QUICK)
 
 
 def test_random_weights_differ_by_seed_and_are_not_those_of_the_export(exported, tasks) -> None:
