@@ -87,6 +87,18 @@ def load_pretrained(loader: type, folder: Path, **options) -> Any:
         raise unusable(folder, error) from None
 
 
+def load_encoder(loader: type, folder: Path, uses_pooler: bool, **options) -> Any:
+    """Load an encoder by a class of transformers, which gives what a folder lacks random weights.
+
+    Raises `UserError` if the folder lacks weights that are used.
+    """
+    model, report = load_pretrained(loader, folder, output_loading_info=True, **options)
+    missing = sorted(n for n in report["missing_keys"] if uses_pooler or "pooler" not in n)
+    advice = "use --pool cls" if missing and "pooler" in missing[0] else "export the model again"
+    check(not missing, f"{folder} has no weights for {', '.join(missing[:3])}; {advice}")
+    return model
+
+
 def unusable(folder: Path, error: Exception) -> UserError:
     """Build the error for a folder that transformers cannot use; it has no class for them."""
     reason = " ".join(str(error).split())[:200]

@@ -16,7 +16,7 @@ from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from pretrain.families import longest_sequence
-from pretrain.read_export import load_pretrained, unusable
+from pretrain.read_export import load_encoder, load_pretrained, unusable
 
 BATCH = 64  # texts of about equal length in one pass
 
@@ -42,7 +42,7 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
 
     center: subtract the mean vector of these texts.
     Texts of more tokens than the model takes are cut, with a warning. Raises `UserError` without
-    transformers, and if the folder holds no model.
+    transformers, and if the folder holds no model or lacks weights that the vectors need.
     """
     try:
         from transformers import AutoModel, AutoTokenizer
@@ -56,7 +56,8 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
     logging.set_verbosity_error()
     tokenizer = load_pretrained(AutoTokenizer, model_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_pretrained(AutoModel, model_dir, dtype=torch.float32).eval().to(device)
+    model = load_encoder(AutoModel, model_dir, pool == "pooler", dtype=torch.float32)
+    model = model.eval().to(device)
     layers, longest = model.config.num_hidden_layers, longest_sequence(model.config.to_dict())
     check(
         layers >= 4 or not pool.endswith("4"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from data_pipeline.common.errors import UserError
-from pretrain.read_export import load_pretrained
+from pretrain.read_export import load_encoder, load_pretrained
 
 POOLS = ("pooler", "cls", "mean", "last4")
 POOL_OF_BATCHES = 50  # batches whose sequences are sorted by length together
@@ -126,12 +126,8 @@ def build_network(
     if is_random:
         encoder = AutoModel.from_config(config)
     else:
-        options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-        encoder, report = load_pretrained(AutoModel, model_dir, **options)
-        missing = [n for n in report["missing_keys"] if uses_pooler or "pooler" not in n]
-        if missing:
-            advice = "use --pool cls" if "pooler" in missing[0] else "export the model again"
-            raise UserError(f"{model_dir} has no weights for {', '.join(missing[:3])}; {advice}")
+        options = {"config": config, "dtype": torch.float32}
+        encoder = load_encoder(AutoModel, model_dir, uses_pooler, **options)
     if uses_pooler and not hasattr(encoder, "pooler"):
         raise UserError(f"{model_dir} has no pooler, as no {config.model_type} has; use --pool cls")
     torch.manual_seed(seed)  # the same head for every start

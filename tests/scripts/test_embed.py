@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -71,6 +71,17 @@ def test_each_vector_is_that_of_its_text_alone(four_layers, pool) -> None:
     for i, text in enumerate(TEXTS[:3]):
         wanted = by_hand(four_layers, text, pool).numpy()
         np.testing.assert_allclose(found[i::3], np.tile(wanted, (30, 1)), atol=1e-5)
+
+
+def test_a_model_without_pooler_gives_no_pooler_vectors(four_layers, tmp_path) -> None:
+    """transformers would give it a pooler of random weights, others in each call."""
+    shutil.copytree(four_layers, tmp_path / "export")
+    weights = load_file(four_layers / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "pooler" not in name}
+    save_file(kept, tmp_path / "export/model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"no weights for pooler\S+, pooler\S+; use --pool cls"):
+        embed.embed(tmp_path / "export", TEXTS, "pooler")
+    assert embed.embed(tmp_path / "export", TEXTS[:1], "cls").shape == (1, 16)
 
 
 def test_centred_vectors_have_mean_0(four_layers) -> None:
