@@ -116,6 +116,7 @@ def main() -> None:
         raise UserError(f"{name} is not UTF-8 at byte {error.start:,}; convert it") from None
     empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
     check(not empty, f"line {empty[:1] and empty[0]} of {name} is empty; a line is a text")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     vectors = embed(args.model, texts, args.pool, args.center)
     with open(args.out, "wb") as file:  # np.save would append .npy to other names
         np.save(file, vectors)

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
 from data_pipeline.common.errors import run_command
 from data_pipeline.common.system import progress_bar
+from data_pipeline.config import check
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from pretrain.models.cpu import configure_cpu
 from pretrain.probes import (
@@ -85,6 +86,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="write the results of all paradigms as JSON")
     args = parser.parse_args()
+    check(args.limit is None or args.limit > 0, f"--limit {args.limit}: wanted 1 or more")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     pairs = read_pairs(args.data, args.limit)
     results = measure(args.model, pairs, args.within_word, args.store)
     print_table(results)

@@ -95,10 +95,10 @@ def test_the_command_reads_lines_and_writes_an_array(straight, tmp_path) -> None
     text = "\n".join(TEXTS[:3]) + "\n"
     (tmp_path / "texts.txt").write_text(text)
     options = ("--model", straight / "export", "--pool", "cls", "--out")
-    first = run(*options, tmp_path / "a.npy", input=text.encode())
+    first = run(*options, tmp_path / "new/a.npy", input=text.encode())
     second = run(tmp_path / "texts.txt", *options, tmp_path / "b")
     assert first.returncode == second.returncode == 0, second.stderr
-    a, b = np.load(tmp_path / "a.npy"), np.load(tmp_path / "b")
+    a, b = np.load(tmp_path / "new/a.npy"), np.load(tmp_path / "b")
     assert np.array_equal(a, b) and a.shape == (3, 32) and a.dtype == np.float32
 
 

@@ -117,6 +117,12 @@ def test_a_header_is_no_pair_but_a_later_line_like_it_is(tmp_path: Path, header:
     assert found == [("It rains .", "It rain ."), ("good", "bad")]
 
 
+def test_a_limit_below_1_is_refused(tmp_path: Path) -> None:
+    data = write_tsv(tmp_path / "a.tsv")
+    done = run("--model", tmp_path, "--data", data, "--limit", 0)
+    assert (done.returncode, done.stderr) == (2, "error: --limit 0: wanted 1 or more\n")
+
+
 def test_the_command_measures_a_folder_and_writes_its_results(prepared, straight, tmp_path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -125,10 +131,11 @@ def test_the_command_measures_a_folder_and_writes_its_results(prepared, straight
     rows = [{"sentence_good": a, "sentence_bad": b} | names for a, b in PAIRS[:3]]
     (data / "blimp.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (data / "notes.md").write_text("no pairs")
-    options = ("--store", prepared / "data/store", "--limit", 2, "--out", tmp_path / "out.json")
-    done = run("--model", straight / "export", "--data", data, *options)
+    options = ("--store", prepared / "data/store", "--limit", 2)
+    out = tmp_path / "judged/out.json"  # in a folder that is not there yet
+    done = run("--model", straight / "export", "--data", data, *options, "--out", out)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "out.json").read_text())
+    results = json.loads(out.read_text())
     assert results["pairs"] == 4 and results["pairs_per_second"] > 0
     for column in ("accuracy", "unigram"):
         assert results[column]["UID"].keys() == {"number", "own"}
