@@ -235,7 +235,7 @@ class PairsConfig:
 class ProbesConfig:
     minimal_pairs: Any = None
     """Files or folders of minimal pairs, BLiMP's `.jsonl` or `.tsv` of good<TAB>bad: one or a
-    list."""
+    list. Folders in a folder are read too."""
     pairs_per_paradigm: int = number(20, "[1, 1e9]")
     """Largest number of pairs of each paradigm, so that an evaluation stays short."""
     sentences: list[str] = field(default_factory=list)

@@ -50,13 +50,14 @@ def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
 
 
 def list_files(names: list[str]) -> list[Path]:
-    """List the files of minimal pairs, those of a folder in the order of their names."""
+    """List the files of minimal pairs, those of a folder and its folders in the order of their
+    names."""
     files = []
     for path in map(Path, names):
         check(path.exists(), f"no minimal pairs at {path}; give a folder or files of them")
         found = [path]
         if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+            found = sorted(p for p in path.rglob("[!.]*") if p.suffix in SUFFIXES and p.is_file())
             check(bool(found), f"no {' or '.join(SUFFIXES)} file in {path}; name the files")
         files += found
     return files

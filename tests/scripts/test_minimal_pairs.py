@@ -117,6 +117,13 @@ def test_a_header_is_no_pair_but_a_later_line_like_it_is(tmp_path: Path, header:
     assert found == [("It rains .", "It rain ."), ("good", "bad")]
 
 
+def test_a_folder_may_hold_folders_of_pairs(tmp_path: Path) -> None:
+    for name in ("b/blimp/one.tsv", "a.tsv", "b/.hidden.tsv", "b/notes.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_tsv(tmp_path / name, PAIRS[:1])
+    assert [pair.UID for pair in read_pairs([str(tmp_path)])] == ["a", "one"]
+
+
 def test_a_limit_below_1_is_refused(tmp_path: Path) -> None:
     data = write_tsv(tmp_path / "a.tsv")
     done = run("--model", tmp_path, "--data", data, "--limit", 0)
