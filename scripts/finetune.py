@@ -154,6 +154,7 @@ def check_settings(args: argparse.Namespace) -> None:
     check(0 <= args.warmup < 1, f"--warmup {args.warmup}: wanted 0 to below 1")
     check(args.dropout is None or 0 <= args.dropout < 1, f"--dropout {args.dropout}: wanted 0 to 1")
     check(len({*args.seeds}) == len(args.seeds), "--seeds holds a seed twice")
+    check(min(args.seeds) >= 0, f"--seeds {min(args.seeds)}: wanted 0 or more")
     is_classification = args.task in ("classification", "multi_label")
     check("bow" not in args.also or is_classification, f"--also bow: not for {args.task}")
     columns = [column.partition("=")[::2] for column in args.columns]

@@ -42,8 +42,12 @@ def label_set_scores(wanted: Sequence[list], found: Sequence[list]) -> dict[str,
 
 
 def number_scores(wanted: Sequence[float], found: Sequence[float]) -> dict[str, float]:
-    """Score numbers: Pearson's and Spearman's correlation, and the variance explained."""
+    """Score numbers: Pearson's and Spearman's correlation, and the variance explained.
+
+    What a model that has diverged predicts is not finite, and counts as 0.
+    """
     a, b = np.asarray(wanted, float), np.asarray(found, float)
+    b = np.where(np.isfinite(b), b, 0)
     variance = ((a - a.mean()) ** 2).sum()
     return {
         "pearson": correlation(a, b),

@@ -306,6 +306,13 @@ def test_number_scores_are_those_of_scipy_and_scikit_learn() -> None:
     assert ours.number_scores([1, 2], [3, 3])["pearson"] == 0.0
 
 
+def test_a_model_that_has_diverged_scores_no_better_than_one_that_says_0() -> None:
+    """A NaN would be chosen: nothing compares as more."""
+    found = ours.number_scores([1, 2, 4], [math.nan, math.inf, -math.inf])
+    assert found == ours.number_scores([1, 2, 4], [0, 0, 0])
+    assert found["pearson"] == found["spearman"] == 0 > found["r2"]
+
+
 @pytest.mark.parametrize(
     ("tags", "spans"),
     [
@@ -509,6 +516,7 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
         ("--metric bleu", "accuracy, macro_f1, matthews"),
         ("--columns text", "wanted WHAT=NAME"),
         ("--seeds 1 1", "a seed twice"),
+        ("--seeds -1", "--seeds -1: wanted 0 or more"),
         ("--epochs 0", "wanted 1 or more"),
         ("--model nowhere", "no exported model in nowhere"),
     ],
