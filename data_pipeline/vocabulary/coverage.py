@@ -91,8 +91,9 @@ def measure_fit(pieces: list[str], words: WordCounts, vocab: VocabConfig) -> dic
 def measure_accents(texts: Iterable[str], vocab: VocabConfig) -> dict:
     """Measure what is lost where accents are dropped, on a sample of the text.
 
-    A word is lost if another word becomes the same as it and is more frequent (German `schön`
-    becomes `schon`), or if it falls apart into more characters (Korean syllables into letters).
+    A word is lost if another word that becomes the same as it is more frequent (German `schön`
+    becomes `schon`; where `là` is the more frequent, it is `la` that is lost), or if it falls apart
+    into more characters (Korean syllables into letters). Of two that are as frequent one is lost.
     Returns the fraction of `lost` words and up to three `examples`, (before, after), of the most
     frequent ones; {} if accents are kept.
     """
@@ -101,27 +102,19 @@ def measure_accents(texts: Iterable[str], vocab: VocabConfig) -> dict:
         return {}
     drop, keep = map(WordSplitter, normalizers)
     counts = Counter(word for text in texts for word in keep(text) if word != END)
-    after = {
-        word: b"".join(drop(word.decode())) for word in counts if not word.isascii()
-    }  # the others stay as they are
-    most = Counter({word: n for word, n in counts.items() if word.isascii()})
-    for word, short in after.items():
-        most[short] = max(most[short], counts[word])
-
-    def is_longer(word: bytes) -> bool:
-        return len(after[word].decode()) > len(word.decode())
-
-    lost = Counter(
-        {
-            word: counts[word]
-            for word, short in after.items()
-            if short != word and (is_longer(word) or most[short] > counts[word])
-        }
-    )
-    examples = [
-        (word.decode(), ("+" if is_longer(word) else "").join(after[word].decode()))
-        for word, _ in lost.most_common(3)
-    ]
+    same: dict[bytes, list[bytes]] = {}  # without accents -> words, the most frequent first
+    for word in sorted(counts, key=lambda word: (-counts[word], word)):
+        short = word if word.isascii() else b"".join(drop(word.decode()))
+        same.setdefault(short, []).append(word)
+    lost, examples = Counter(), {}
+    for short, words in same.items():
+        for i, word in enumerate(words):
+            apart = len(short.decode()) > len(word.decode())
+            if i or apart:
+                lost[word] = counts[word]
+                before = word if word != short else words[0]
+                examples[word] = before.decode(), ("+" if apart else "").join(short.decode())
+    examples = [examples[word] for word, _ in lost.most_common(3)]
     return {"lost": lost.total() / max(counts.total(), 1), "examples": examples}
 
 

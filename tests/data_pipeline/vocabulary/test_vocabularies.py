@@ -412,6 +412,8 @@ def test_words_that_accents_tell_apart_are_counted_as_lost_once_the_more_frequen
     text = "schön schon schon schon über übers ein"
     found = measure_accents([text, "schön schon"], VocabConfig(strip_accents=True))
     assert found == {"lost": 2 / 9, "examples": [("schön", "schon")]}
+    other_way = measure_accents(["là là la avó avô"], VocabConfig(strip_accents=True))
+    assert other_way == {"lost": 2 / 5, "examples": [("là", "la"), ("avô", "avo")]}
     korean = measure_accents(["가 x"], VocabConfig(strip_accents=True))
     assert korean == {"lost": 0.5, "examples": [("가", "\u1100+\u1161")]}
     assert measure_accents([text], VocabConfig(strip_accents=False)) == {}
