@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -390,13 +390,14 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]
-        for item in get_args(section):  # a list of sections
-            if hasattr(item, "__dataclass_fields__"):
-                listed = isinstance(given[name], ListConfig)
-                check(listed, f"{origin}: {prefix}{name} is not a list of {name}")
-                for i, one in enumerate(given[name]):
-                    if isinstance(one, DictConfig):
-                        check_keys(item, one, origin, f"{prefix}{name}[{i}].")
+        if get_origin(section) is list and given[name] is not None:
+            (item,) = get_args(section)
+            message = f"{origin}: {prefix}{name} is not a list of {name}; write it as [A, B]"
+            check(isinstance(given[name], ListConfig), message)
+            for i, one in enumerate(given[name]):
+                if isinstance(one, DictConfig):
+                    check(hasattr(item, "__dataclass_fields__"), message)
+                    check_keys(item, one, origin, f"{prefix}{name}[{i}].")
         if hasattr(section, "__dataclass_fields__") and given[name] is not None:
             if not isinstance(given[name], DictConfig):
                 raise UserError(f"{origin}: {prefix}{name} is not a section of key: value lines")
