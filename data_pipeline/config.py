@@ -174,7 +174,7 @@ class CorpusConfig(SourceConfig):
 class VocabConfig:
     path: str | None = None
     """A vocabulary that is there already, `vocab.txt` or a Hugging Face folder; null: that of
-    `init_from`, or train one."""
+    `init_from`, or train one. A tokenizer that is not BERT's is taken with its rules for text."""
     size: int | None = number(None, "[16, 1e6]")
     """Pieces to train, special tokens included; the file is padded with [unusedN] to a multiple of
     64. Null: 30522, or all of `path`."""

@@ -25,7 +25,12 @@ from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.common.reading import SHA256, read_json
 from data_pipeline.config import check, read_yaml
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.token_store import TOKENIZER_FILES, read_manifest, read_vocabulary
+from data_pipeline.sampling.token_store import (
+    TOKENIZER_FILES,
+    list_pieces,
+    read_manifest,
+    read_vocabulary,
+)
 from pretrain.checkpoint import (
     find_fault,
     load_model,
@@ -165,9 +170,7 @@ def check_export(model: PretrainingModel, folder: Path) -> str:
     assert vocabulary["[PAD]"] == model.config.pad_token_id, "[PAD] has another id in config.json"
     assert len(vocabulary) == model.vocab_size, "vocab.txt and the embeddings differ in length"
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    assert tokenizer["model"]["vocab"] == vocabulary.ids, "tokenizer.json"
-    for token in tokenizer["added_tokens"]:
-        assert vocabulary[token["content"]] == token["id"], token
+    assert list_pieces(tokenizer) == vocabulary.ids, "tokenizer.json has other ids than vocab.txt"
     try:
         import transformers
     except ImportError:

@@ -17,6 +17,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import COUNT, read_json, read_utf8
 from data_pipeline.config import check
+from data_pipeline.sampling.token_store import list_pieces
 from pretrain.config import ModelConfig
 from pretrain.families import read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
@@ -212,7 +213,7 @@ def check_tied(weights: dict[str, Tensor], words: Tensor, folder: Path) -> None:
 
 
 def read_pieces(folder: Path) -> list[str] | None:
-    """Read the pieces of a folder's WordPiece vocabulary, by id; None if it has no vocabulary.
+    """Read the pieces of a folder's vocabulary, by id; None if it has no vocabulary.
 
     Reads files, not a tokenizer, since training loads none.
     """
@@ -222,11 +223,10 @@ def read_pieces(folder: Path) -> list[str] | None:
         return lines.removesuffix("\n").split("\n")
     if not tokenizer.exists():
         return None
-    shape = {"model": {"type?": str, "vocab": ({str: COUNT}, list)}}
-    model = read_json(tokenizer, shape, ADVICE)["model"]
-    kind = model.get("type", "WordPiece")
-    check(kind == "WordPiece", f"{tokenizer} is {kind}; only a WordPiece vocabulary can be taken")
-    return sorted(model["vocab"], key=model["vocab"].get)
+    shape = {"model": {"vocab": ({str: COUNT}, [[(str, float)]])}}
+    shape["added_tokens?"] = [{"content": str, "id": COUNT}]
+    ids = list_pieces(read_json(tokenizer, shape, ADVICE))
+    return sorted(ids, key=ids.get)
 
 
 def find_sources(

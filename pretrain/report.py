@@ -423,8 +423,11 @@ def find_neighbours(run: RunRecord) -> dict | None:
     if not len(vocabulary) == len(vectors) == len(bias):
         return None
     pieces = vocabulary.pieces
+    if vocabulary.begin:
+        pieces = [piece.removeprefix(vocabulary.begin) for piece in pieces]
     words = [i for i in vocabulary.ordinary.tolist() if pieces[i].isalpha()]
-    words = sorted(words, key=lambda i: -bias[i])[:NEAR]  # a piece with ## is not alphabetic
+    words = [i for i in words if not vocabulary.continues[i]]
+    words = sorted(words, key=lambda i: -bias[i])[:NEAR]
     near = vectors[words] - vectors[words].mean(0)
     near /= np.linalg.norm(near, axis=1, keepdims=True) + 1e-12
     later = range(min(FUNCTION_WORDS, len(words) // 4), len(words))

@@ -162,7 +162,7 @@ def fill_sentences(
             middle = whole[len(whole) // 2]
             start, end = encoding.offsets[middle]
             masked = f"{sentence[:start]}[MASK]{sentence[end:]}"
-            (best,) = fill_mask(model, tokenizer, masked, k=4)
+            (best,) = fill_mask(model, export, masked, k=4)
             one = Filled(masked, pieces[middle], best)
             filled.setdefault(one.outcome, one)
             break  # one sentence of a document

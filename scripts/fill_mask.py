@@ -7,22 +7,23 @@ import argparse
 from pathlib import Path
 
 from accelerate import Accelerator
-from tokenizers import Tokenizer
 
+from data_pipeline.build.probes import encode_texts
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.sampling.token_store import Vocabulary
-from data_pipeline.vocabulary.existing import load_tokenizer
+from data_pipeline.sampling.token_store import read_vocabulary
 from pretrain.models.bert import PretrainingModel
 from pretrain.probes import check_lengths, fill_masks
 from pretrain.read_export import load_export
 
 
 def fill_mask(
-    model: PretrainingModel, tokenizer: Tokenizer, sentence: str, k: int = 5
+    model: PretrainingModel, folder: Path, sentence: str, k: int = 5
 ) -> list[list[tuple[str, float]]]:
-    """Predict the `k` most likely tokens, with probabilities, for each [MASK] of a sentence."""
-    vocabulary = Vocabulary.of([*map(tokenizer.id_to_token, range(tokenizer.get_vocab_size()))])
-    ids = tokenizer.encode(sentence).ids
+    """Predict the `k` most likely tokens, with probabilities, for each [MASK] of a sentence.
+
+    folder: of the model, with its tokenizer.
+    """
+    vocabulary, (ids,) = read_vocabulary(folder), encode_texts(folder, [sentence])
     if vocabulary["[MASK]"] not in ids:
         raise UserError(f"no [MASK] in {sentence!r}")
     check_lengths([ids], vocabulary, model.config.max_position_embeddings)
@@ -35,10 +36,9 @@ def main() -> None:
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE")
     args = parser.parse_args()
     model = load_export(args.export_dir)
-    tokenizer = load_tokenizer(args.export_dir)
     for sentence in args.sentences:
         print(sentence)
-        for candidates in fill_mask(model, tokenizer, sentence):
+        for candidates in fill_mask(model, args.export_dir, sentence):
             print("    " + ", ".join(f"{piece} {p:.0%}" for piece, p in candidates))
 
 

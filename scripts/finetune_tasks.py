@@ -262,7 +262,9 @@ class Tagging(Task):
         """A unit's target: positions of first pieces, their words, their tags (-100: unknown)."""
         ids = {label: i for i, label in enumerate(self.labels)}
         texts = [example.texts for example in examples]
-        found = tokenizer(texts, is_split_into_words=True, truncation=True, max_length=max_length)
+        # byte-level BPE has the space before a word in its first piece; to others it is nothing
+        spaced = [[*words[:1], *(f" {word}" for word in words[1:])] for words in texts]
+        found = tokenizer(spaced, is_split_into_words=True, truncation=True, max_length=max_length)
         units = []
         for i, example in enumerate(examples):
             first = {}  # word -> position

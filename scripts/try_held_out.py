@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.report.audit import decode, spell
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.models.bert import PretrainingModel
 from pretrain.probes import fill_masks, prefers_good, score_sentences
@@ -38,9 +39,9 @@ def hide_word(
 
     Returns (tokens, the hidden one); None if the sentence has no word of one piece.
     """
-    ends = np.append(~vocabulary.continues[tokens[1:]], True)
-    pieces = [vocabulary.pieces[token] for token in tokens]  # no ##piece is alphabetic
-    whole = [i for i, piece in enumerate(pieces) if ends[i] and piece.isalpha()]
+    starts = np.append(~vocabulary.continues[tokens], True)
+    words = np.flatnonzero(starts[:-1] & starts[1:])
+    whole = [i for i in words if spell(vocabulary, tokens[i : i + 1]).isalpha()]
     if not whole:
         return None
     place, masked = rng.choice(whole), tokens.copy()
@@ -54,11 +55,6 @@ def shuffle_words(
     """Put the words of a sentence in a random order."""
     words = np.split(tokens, np.flatnonzero(~vocabulary.continues[tokens])[1:])
     return np.concatenate([words[i] for i in rng.permutation(len(words))])
-
-
-def to_text(tokens: np.ndarray, vocabulary: Vocabulary) -> str:
-    """Write tokens as words with spaces between them."""
-    return " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
 
 
 def enclose(tokens: np.ndarray, vocabulary: Vocabulary) -> list[int]:
@@ -99,7 +95,7 @@ def main() -> None:
         masked = [enclose(tokens, vocabulary) for tokens, _ in hidden]
         filled = fill_masks(model, masked, vocabulary, Accelerator(cpu=True))
         for (tokens, truth), (best,) in zip(hidden, filled, strict=True):
-            print(f"  {to_text(tokens, vocabulary)}")
+            print(f"  {decode(vocabulary, tokens)}")
             candidates = ", ".join(f"{piece} {p:.0%}" for piece, p in best)
             print(f"    {candidates}; the truth: {vocabulary.pieces[truth]}")
 

@@ -316,7 +316,7 @@ def test_an_export(straight: Path, tmp_path: Path) -> None:
     shutil.copytree(straight / "export", folder)
 
     def read() -> None:
-        fill_mask(load_export(folder), load_tokenizer(folder), "the [MASK] was")
+        fill_mask(load_export(folder), folder, "the [MASK] was")
 
     files = [path for path in folder.iterdir() if path.suffix != ".md"]
     try_door(files, read)

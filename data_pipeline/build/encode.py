@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.arrays import append_array, pack_bits, save_array, write_array
@@ -23,13 +24,18 @@ from data_pipeline.corpus.readers import FileChunk, Rejects
 from data_pipeline.corpus.selection import Selection, read_selected, text_hash
 from data_pipeline.sampling.soundness import SPLITS
 from data_pipeline.sampling.token_store import read_vocabulary
-from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer
+from data_pipeline.vocabulary.existing import load_tokenizer, load_whole
+from data_pipeline.vocabulary.training import WordCounts, build_normalizer
 from data_pipeline.vocabulary.words import (
     END,
+    PreTokens,
+    Segmenter,
     UnitIndex,
     WordIndex,
     WordSplitter,
+    carry_spaces,
     load_segmenter,
+    number_pre_tokens,
     number_units,
     number_words,
 )
@@ -56,16 +62,14 @@ def scan_group(
         sentences.i4    words in each sentence
         documents.i4    sentences in each document
         counts.npy      occurrences of each word number
-        units.u1        whether a masking unit starts at each word; only with a word segmenter
+        units.u1        whether a masking unit starts at each word; only with a word segmenter, or a
+                        tokenizer of another kind than BERT's
     """
     source, rejects = corpus.each_source()[group[0].source], Rejects()
     split = sentence_splitter(source.language, source.sentence_splitter)
-    segment = load_segmenter(source.word_segmenter)
+    whole, index = load_whole(vocab), WordIndex({END: 0})
+    numbering = choose_numbering(whole, vocab, load_segmenter(source.word_segmenter), index)
     selected.open()
-    splitter, index = WordSplitter(build_normalizer(vocab)), WordIndex({END: 0})
-    numbering = partial(number_words, split=splitter, index=index)
-    if segment:
-        numbering = partial(number_units, units=UnitIndex(index, splitter), segment=segment)
     with sealed_folder(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
         size, read, hashes = 0, 0, []
@@ -79,6 +83,7 @@ def scan_group(
                 held_out = number < selected.limit
                 document, copies = selected.take(document, number, held_out, rejects)
                 sentences = list(split_sentences(document, split))
+                sentences = carry_spaces(sentences) if whole else sentences
                 taken = len(document.encode("utf-8", "replace"))  # may have lost paragraphs
                 for _ in range(copies):
                     writers[SPLITS[held_out]].add(sentences, taken)
@@ -92,6 +97,21 @@ def scan_group(
             counts = count_words(folder / split / "words.u4", len(index))
             save_array(folder / split / "counts.npy", counts)
         (folder / "stats.json").write_text(json.dumps(stats))
+
+
+def choose_numbering(
+    whole: Tokenizer | None, vocab: VocabConfig, segment: Segmenter | None, index: WordIndex
+) -> Callable[[list[str]], tuple[np.ndarray, ...]]:
+    """Choose the function that numbers the words of sentences.
+
+    whole: a tokenizer of another kind than BERT's, whose words are taken.
+    """
+    if whole:
+        return partial(number_pre_tokens, split=PreTokens(whole), index=index)
+    splitter = WordSplitter(build_normalizer(vocab))
+    if segment:
+        return partial(number_units, units=UnitIndex(index, splitter), segment=segment)
+    return partial(number_words, split=splitter, index=index)
 
 
 class WordWriter:
@@ -159,19 +179,19 @@ def merge_counts(scans: list[Path], split: str) -> WordCounts:
 # ---------------------------------------------------------------------------------- encode
 
 
-def encode_scan(scan: Path, out: Path, vocab_dir: Path, vocab: VocabConfig) -> None:
+def encode_scan(scan: Path, out: Path, vocab_dir: Path) -> None:
     """Encode a scanned file chunk: write its token arrays for both splits to folder `out`.
 
     Also writes `entries.json`, the sizes of each split that is not empty.
     """
-    pieces = read_vocabulary(vocab_dir).pieces
-    tokenize = build_tokenizer(pieces, vocab).model.tokenize
+    vocabulary = read_vocabulary(vocab_dir)
+    tokenize, unknown = load_tokenizer(vocab_dir).model.tokenize, [vocabulary["[UNK]"]]
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
     ids, ends = array("I"), array("I", [0])  # word 0 marks the end of a sentence
     for word in words[1:]:
-        ids.extend([token.id for token in tokenize(word)])
+        ids.extend([token.id for token in tokenize(word)] or unknown)
         ends.append(len(ids))
-    table, ends = np.array(ids, dtype_of(len(pieces))), np.array(ends, np.int32)
+    table, ends = np.array(ids, dtype_of(len(vocabulary))), np.array(ends, np.int32)
     lengths = np.diff(ends, prepend=np.int32(0))
     starts = ends - lengths
     with sealed_folder(out, shared=True) as folder:

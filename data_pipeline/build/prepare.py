@@ -48,7 +48,7 @@ from data_pipeline.common.folders import (
     sealed_folder,
 )
 from data_pipeline.common.system import count_cpus, progress_bar
-from data_pipeline.config import PROBES_FILE, DataConfig, to_list
+from data_pipeline.config import PROBES_FILE, DataConfig, check, to_list
 from data_pipeline.corpus.readers import BAD_ROWS, FileChunk, Rejects, left_out, read_documents
 from data_pipeline.corpus.selection import (
     count_bytes,
@@ -66,7 +66,13 @@ from data_pipeline.vocabulary.coverage import (
     print_report,
     report_vocabulary,
 )
-from data_pipeline.vocabulary.existing import final_size, make_vocabulary, read_existing
+from data_pipeline.vocabulary.existing import (
+    final_size,
+    load_whole,
+    make_vocabulary,
+    read_existing,
+    write_whole,
+)
 from data_pipeline.vocabulary.training import write_tokenizer
 from data_pipeline.vocabulary.words import load_segmenter
 
@@ -108,7 +114,12 @@ def prepare(
         return
     for source in config.corpus.each_source():  # fail early if a plug-in cannot be imported
         sentence_splitter(source.language, source.sentence_splitter)
-        load_segmenter(source.word_segmenter)
+        segment = load_segmenter(source.word_segmenter)
+        check(
+            not (segment and work.whole),
+            f"corpus.word_segmenter divides BERT's words, and {work.vocab.path} has others; leave "
+            "it out, or give a vocabulary of WordPiece",
+        )
     run = partial(run_tasks, workers=workers or count_cpus(), cluster=cluster)
     with lock_folder(work.data_dir, shared=array_task is not None):
         check_disk(work)
@@ -172,14 +183,19 @@ class Work:
     """What the stages of one preparation share: a corpus, its settings and folders for results."""
 
     def __init__(self, config: DataConfig):
-        self.config, self.corpus, self.vocab = config, config.corpus, config.text_rules()
+        self.config, self.corpus, vocab = config, config.corpus, config.text_rules()
+        path = vocab.path and os.path.abspath(os.path.expanduser(vocab.path))  # for other folders
+        self.vocab = replace(vocab, path=path)
         self.data_dir = Path(config.data_dir).absolute()
         self.folder = self.data_dir / "work"
         self.chunks, self.existing = list_file_chunks(self.corpus), read_existing(self.vocab)
         self.probes, named = config.eval.probes, to_list(config.eval.probes.minimal_pairs)
         self.pairs = read_pairs(named, self.probes.pairs_per_paradigm) if named else []
+        self.whole = load_whole(self.vocab)
         vocab = replace(config.vocab, size=final_size(config.vocab, self.existing))
-        self.settings = store_settings(self.corpus, vocab, self.chunks, self.existing)
+        # the pieces of another kind of tokenizer do not tell how it divides text
+        known = [*self.existing, self.whole.to_str()] if self.whole else self.existing
+        self.settings = store_settings(self.corpus, vocab, self.chunks, known)
         # versions 1 and 2 divided the text among the tasks in another way, 3 kept no checksums
         self.name = settings_key(self.settings | {"work": 4})[:16]
         self.groups = group_chunks(self.chunks)
@@ -244,10 +260,14 @@ def join_words(work: Work) -> None:
     except UserError as error:
         names = ", ".join(map(name_source, work.corpus.each_source()[:3]))
         raise UserError(f"{names}: {error}") from None
-    report = report_vocabulary(pieces, len(work.existing), counts, unseen, work.vocab)
-    report["accents"] = measure_accents(sample_text(work), work.vocab)
+    kept, whole = len(work.existing), work.whole
+    report = report_vocabulary(pieces, kept, counts, unseen, work.vocab, whole)
+    report["accents"] = {} if whole else measure_accents(sample_text(work), work.vocab)
     with sealed_folder(work.vocab_dir) as folder:
-        write_tokenizer(folder, pieces, work.vocab)
+        if whole:
+            write_whole(folder, whole)
+        else:
+            write_tokenizer(folder, pieces, work.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
     print_report(report)
@@ -267,7 +287,7 @@ def sample_text(work: Work) -> Iterator[str]:
 def plan_encoding(work: Work) -> Plan:
     plan = []
     for i, (scan, shard) in enumerate(zip(work.scans, work.shards, strict=True)):
-        arguments = scan, shard, work.vocab_dir, work.vocab
+        arguments = scan, shard, work.vocab_dir
         plan.append((shard, Task(encode_scan, arguments, f"shard-{i:05d}", work.stats[i]["bytes"])))
     return plan
 

@@ -105,9 +105,12 @@ def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:
 def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
     """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP].
 
+    A [MASK] in a text is the mask token, whatever its name is there.
     Raises `UserError` for a text without tokens, such as one of control characters.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer, vocabulary = load_tokenizer(folder), read_vocabulary(folder)
+    mask = vocabulary.pieces[vocabulary["[MASK]"]]
+    texts = [text.replace("[MASK]", mask) for text in texts]
     found = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     for ids, text in zip(found, texts, strict=True):
         check(len(ids) > 2, f"{text!r} has no token in this vocabulary; remove it")

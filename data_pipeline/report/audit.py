@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from tokenizers import decoders
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import accuracy, half_of, ranges, share_of_words
@@ -20,6 +21,7 @@ from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 PAIRS, SEQUENCES = 200_000, 50_000  # most pairs to measure, and most sequences to measure masks on
 MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # most tokens of those sequences; most lengths to sample
 BLOCK = 4096  # pairs to process at once
+DECODERS = {"Ġ": decoders.ByteLevel(), "▁": decoders.Metaspace()}  # by `Vocabulary.begin`
 LONG = 6  # words of this many pieces or more are counted together
 EXAMPLES = 12
 CHINESE = "[\u2e80-\u9fff\uff00-\uff65]"  # characters and punctuation written without spaces
@@ -39,9 +41,22 @@ def histogram(values: np.ndarray, *, log: bool = False, bins: int = 32, top: flo
 
 
 def decode(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
-    """Turn tokens into text: joins `##` pieces to their words, and Chinese without spaces."""
-    text = " ".join(vocabulary.pieces[token] for token in tokens).replace(" ##", "")
+    """Turn tokens into text: joins the pieces of words, and Chinese without spaces."""
+    pieces = [vocabulary.pieces[token] for token in tokens]
+    if vocabulary.begin is None:
+        text = " ".join(pieces).replace(" ##", "")
+    else:
+        mask = vocabulary.pieces[vocabulary["[MASK]"]]
+        pieces = [vocabulary.begin + piece if piece == mask else piece for piece in pieces]
+        text = DECODERS[vocabulary.begin].decode(pieces).strip()
     return re.sub(f"(?<={CHINESE}) (?={CHINESE})", "", text)
+
+
+def spell(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
+    """Turn the tokens of a word into text, without the marks of pieces."""
+    if vocabulary.begin is None:
+        return "".join(vocabulary.pieces[token].removeprefix("##") for token in tokens)
+    return decode(vocabulary, tokens) or " "
 
 
 # ------------------------------------------------------------------------------------- the text
@@ -80,7 +95,7 @@ def audit_vocabulary(store: TokenStore) -> dict:
     """Measure how well the vocabulary fits the text, and the unigram entropy of its tokens in
     nats."""
     vocabulary, counts = store.vocabulary, store.token_counts()
-    bare = [piece.removeprefix("##") for piece in vocabulary.pieces]
+    bare = [piece.removeprefix("##").lstrip(vocabulary.begin or "") for piece in vocabulary.pieces]
     single = np.array([len(piece) == 1 and piece.isalpha() for piece in bare])
     share = counts / counts.sum()
     used = share[share > 0]
@@ -274,11 +289,11 @@ def choose_examples(
         store, data, pairs[chosen], streams[chosen]
     )
     pieces, mask = store.vocabulary.pieces, store.vocabulary["[MASK]"]
+    continues = store.vocabulary.continues
     examples = [{"label": int(pairs["label"][i]), "segments": ([], [])} for i in chosen]
     word = np.flatnonzero(starts)
     for i, end in zip(word, np.append(word[1:], len(starts)), strict=True):
-        text = "".join(pieces[t].removeprefix("##") for t in original[i:end])
-        text = "##" * pieces[original[i]].startswith("##") + text
+        text = "##" * bool(continues[original[i]]) + spell(store.vocabulary, original[i:end])
         shown, kind = " ".join(pieces[t] for t in seen[i:end]), ""
         if masked[i:end].any():
             is_mask, kept = (seen[i:end] == mask).any(), (seen[i:end] == original[i:end]).all()

@@ -34,6 +34,9 @@ from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS
 
 SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and can still be read
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 where we train them
+OTHER_NAMES = {"[PAD]": "<pad>", "[UNK]": "<unk>", "[CLS]": "<s>", "[SEP]": "</s>"}
+OTHER_NAMES["[MASK]"] = "<mask>"  # as RoBERTa and SentencePiece call them
+BEGINS = ("Ġ", "▁")  # marks of a piece that begins a word: byte-level BPE's, SentencePiece's
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
 DTYPES = {"tokens": ("<u2", "<u4"), "word_starts": ("|u1",)}  # of the others: int64
@@ -65,30 +68,44 @@ RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno
 
 @dataclass
 class Vocabulary:
-    """A WordPiece vocabulary as pairs, masks and model use it; needs no `tokenizers` library."""
+    """A vocabulary as pairs, masks and model use it; needs no `tokenizers` library."""
 
     pieces: list[str]
     sha256: str
-    continues: np.ndarray  # bool (V,): whether the piece continues a word (##)
+    continues: np.ndarray  # bool (V,): whether the piece continues a word (##, or no such mark)
     ordinary: np.ndarray  # int64: ids that may replace a masked token: not special, not [unusedN]
+    begin: str | None = None  # mark of a piece that begins a word, of `BEGINS`; None: WordPiece
 
     @classmethod
     def of(cls, pieces: list[str], sha256: str = "") -> "Vocabulary":
-        """Build a vocabulary from its pieces in the order of their ids."""
-        named = np.array([p.startswith("[") and p.endswith("]") and len(p) > 2 for p in pieces])
-        continues = np.array([p.startswith("##") for p in pieces])
-        return cls(pieces, sha256, continues, ordinary=np.flatnonzero(~named))
+        """Build a vocabulary from its pieces in the order of their ids.
+
+        It is no WordPiece if a tenth of the pieces have one of the marks `BEGINS`.
+        """
+        marks = [piece[:1] for piece in pieces]
+        begin = next((mark for mark in BEGINS if 10 * marks.count(mark) > len(pieces)), None)
+        ends = {"[": "]"} if begin is None else {"[": "]", "<": ">"}
+        named = np.array([len(p) > 2 and ends.get(p[0]) == p[-1] for p in pieces], bool)
+        if begin is None:
+            continues = np.array([p.startswith("##") for p in pieces], bool)
+        else:
+            continues = ~named & np.array([mark != begin for mark in marks])
+        return cls(pieces, sha256, continues, np.flatnonzero(~named), begin)
 
     def __len__(self) -> int:
         return len(self.pieces)
 
     def __getitem__(self, piece: str) -> int:
-        """Return the id of a piece."""
-        return self.ids[piece]
+        """Return the id of a piece; a special token is found by BERT's name too."""
+        return self.ids[piece if piece in self.ids else OTHER_NAMES.get(piece, piece)]
 
     @cached_property
     def ids(self) -> dict[str, int]:
         return {piece: i for i, piece in enumerate(self.pieces)}
+
+    def lost(self) -> list[str]:
+        """List the special tokens that are missing, under both of their names."""
+        return [name for name in SPECIAL_TOKENS if not {name, OTHER_NAMES[name]} & self.ids.keys()]
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
@@ -103,10 +120,24 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         raise UserError(
             f"{path} is damaged: byte {error.start:,} is not UTF-8; put a sound copy back"
         ) from None
-    lost = [piece for piece in SPECIAL_TOKENS if piece not in pieces]
-    if lost:
+    vocabulary = Vocabulary.of(pieces, hashlib.sha256(data).hexdigest())
+    if lost := vocabulary.lost():
         raise UserError(f"{path} is damaged: it has no {lost[0]}; put a sound copy back")
-    return Vocabulary.of(pieces, hashlib.sha256(data).hexdigest())
+    return vocabulary
+
+
+def list_pieces(tokenizer: dict) -> dict[str, int]:
+    """Read the ids of all pieces and added tokens of a `tokenizer.json` of any kind.
+
+    Raises `UserError` for a vocabulary that is neither an object nor a list of [piece, score].
+    """
+    pieces = tokenizer["model"]["vocab"]
+    if isinstance(pieces, list):  # of SentencePiece's unigram model
+        is_sound = all(isinstance(row, list) and row and isinstance(row[0], str) for row in pieces)
+        if not is_sound:
+            raise UserError("tokenizer.json: model.vocab is no list of [piece, score]")
+        pieces = {row[0]: i for i, row in enumerate(pieces)}
+    return pieces | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 @dataclass

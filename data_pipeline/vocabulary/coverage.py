@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tokenizers import Tokenizer, models
+
 from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
-from data_pipeline.sampling.token_store import SPECIAL_TOKENS
+from data_pipeline.sampling.token_store import SPECIAL_TOKENS, Vocabulary
 from data_pipeline.vocabulary.training import (
     WordCounts,
     build_normalizer,
@@ -24,11 +26,17 @@ MUCH_LOST = 0.001  # fraction of words that lose their accents to another word, 
 
 
 def report_vocabulary(
-    pieces: list[str], kept: int, train: WordCounts, held_out: WordCounts, vocab: VocabConfig
+    pieces: list[str],
+    kept: int,
+    train: WordCounts,
+    held_out: WordCounts,
+    vocab: VocabConfig,
+    whole: Tokenizer | None = None,
 ) -> dict:
     """Compile the report of a vocabulary: its size, its longest pieces, and how well it fits.
 
     kept: number of first pieces that come from an existing vocabulary.
+    whole: the tokenizer, if it is of another kind than BERT's.
     Measures the fit after a quarter, a half, three quarters and all of the merges, on the held-out
     words, or on the training words if none are held out.
     """
@@ -41,13 +49,17 @@ def report_vocabulary(
         "pieces_kept": kept,
         "words": sum(train.values()) + train.dropped + train.junk,
         "distinct_words": len(train),
-        "words_too_long": train.junk,
+        "words_too_long": 0 if whole else train.junk,
         "occurrences_of_rare_words_dropped": train.dropped,
         "counts_too_small_by_at_most": train.shortfall,
         "longest_pieces": sorted(pieces[kept:size], key=lambda p: (-len(bare(p)), p))[:LONGEST],
         "measured_on": "held_out" if held_out else "train",
         "measured_words": sum(words.values()) + words.junk,
-        "sizes": [{"size": n} | measure_fit(pieces[:n], words, vocab) for n in sizes],
+        "sizes": [
+            {"size": n}
+            | measure_fit(whole or build_tokenizer(pieces[:n], vocab), pieces[:n], words)
+            for n in sizes
+        ],
     }
 
 
@@ -59,27 +71,26 @@ def is_merge(piece: str) -> bool:
     return len(bare(piece)) > 1 and piece not in SPECIAL_TOKENS
 
 
-def measure_fit(pieces: list[str], words: WordCounts, vocab: VocabConfig) -> dict[str, float]:
-    """Measure how a vocabulary tokenizes words.
+def measure_fit(tokenizer: Tokenizer, pieces: list[str], words: WordCounts) -> dict[str, float]:
+    """Measure how a tokenizer divides words; pieces: by id.
 
     Returns tokens per word (fertility), the fraction of words that are a single piece, and the
     fractions of tokens that are [UNK] or a single character of a longer word.
     """
-    model = build_tokenizer(pieces, vocab).model
-    unknown = pieces.index("[UNK]")
+    tokenize, unknown = tokenizer.model.tokenize, Vocabulary.of(pieces)["[UNK]"]
+    junk = words.junk if isinstance(tokenizer.model, models.WordPiece) else 0  # one [UNK] each
     lone = [len(bare(piece)) == 1 for piece in pieces]
     tokens = whole = unknowns = characters = 0
     for word, count in words.items():
-        ids = [token.id for token in model.tokenize(word)]
+        ids = [token.id for token in tokenize(word)] or [unknown]
         tokens += count * len(ids)
-        if ids == [unknown]:
-            unknowns += count
-        elif len(ids) == 1:
-            whole += count
-        else:
+        unknowns += count * ids.count(unknown)
+        if len(ids) > 1:
             characters += count * sum(map(lone.__getitem__, ids))
-    tokens, unknowns = tokens + words.junk, unknowns + words.junk  # too long: one [UNK] each
-    total = max(1, sum(words.values()) + words.junk)
+        elif ids != [unknown]:
+            whole += count
+    tokens, unknowns = tokens + junk, unknowns + junk
+    total = max(1, sum(words.values()) + junk)
     return {
         "tokens_per_word": round(tokens / total, 4),
         "whole_words": round(whole / total, 6),

@@ -1,21 +1,23 @@
 """Read an existing vocabulary, a `vocab.txt` or a Hugging Face folder, in place of training one.
 
-Its flags have to match those of the config: they are never adopted silently.
+The flags of a BERT's have to match those of the config: they are never adopted silently. A
+tokenizer of another kind (byte-level BPE, SentencePiece) is taken whole, with its rules for text.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.reading import COUNT, read_json, read_utf8
 from data_pipeline.config import VocabConfig, check
-from data_pipeline.sampling.token_store import SPECIAL_TOKENS
+from data_pipeline.sampling.token_store import Vocabulary, list_pieces
 from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     build_normalizer,
     train_wordpiece,
+    write_vocabulary,
 )
 
 ADVICE = "correct the path, or put a sound copy there"
@@ -24,7 +26,7 @@ SETTINGS = {"do_lower_case?": FLAG, "strip_accents?": FLAG, "tokenize_chinese_ch
 TOKENIZER = {
     "model": {
         "type?": str,
-        "vocab": ({str: COUNT}, list),  # a list in other models, which are refused by their type
+        "vocab": ({str: COUNT}, list),  # a list in SentencePiece's unigram model
         "continuing_subword_prefix?": (str, None),
         "max_input_chars_per_word?": COUNT,
     },
@@ -33,25 +35,40 @@ TOKENIZER = {
         None,
     ),
     "pre_tokenizer?": ({"type": str}, None),
-    "added_tokens?": [{"content": str}],
+    "added_tokens?": [{"content": str, "id": COUNT, "special?": bool}],
 }
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the `tokenizer.json` of a folder; raises `UserError` unless it is a sound BERT's."""
+    """Load the `tokenizer.json` of a folder, without the truncation and padding that a file may ask
+    for; raises `UserError` unless it is sound."""
     path = folder / "tokenizer.json"
     pieces_of(read_json(path, TOKENIZER, ADVICE), path)
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no class of its own
         raise UserError(f"{path} is no tokenizer: {error}; {ADVICE}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def load_whole(vocab: VocabConfig) -> Tokenizer | None:
+    """Load the tokenizer at `vocab.path` if it is of another kind than BERT's; else None."""
+    if vocab.path is None:
+        return None
+    path = Path(vocab.path).expanduser()
+    folder = path if path.is_dir() else path.parent
+    if is_berts(read_optional(folder / "tokenizer.json", TOKENIZER)):
+        return None
+    return load_tokenizer(folder)
 
 
 def read_existing(vocab: VocabConfig) -> list[str]:
     """Read the pieces of the vocabulary at `vocab.path`, by id; none if the path is null.
 
-    Raises `UserError` if that is no valid WordPiece vocabulary with BERT's special tokens, if its
-    flags differ from the config's, or if `vocab.size` is not its number of pieces.
+    Raises `UserError` if that is no valid vocabulary with BERT's special tokens, if its flags
+    differ from the config's, or if `vocab.size` is not its number of pieces.
     """
     if vocab.path is None:
         return []
@@ -66,7 +83,9 @@ def read_existing(vocab: VocabConfig) -> list[str]:
     settings = read_optional(text.parent / "tokenizer_config.json", SETTINGS)
     check(
         text.exists() or path.is_dir() and bool(tokenizer),
-        f"vocab.path {path} is neither a vocab.txt nor a folder with vocab.txt or tokenizer.json",
+        f"vocab.path {path} is neither a vocab.txt nor a folder with vocab.txt or tokenizer.json; "
+        "of a folder with other files make one by AutoTokenizer.from_pretrained(FOLDER)"
+        ".save_pretrained(FOLDER)",
     )
     pieces = read_lines(text) if text.exists() else []
     if tokenizer:
@@ -77,14 +96,17 @@ def read_existing(vocab: VocabConfig) -> list[str]:
             f"{len(listed)}); delete the one that is wrong",
         )
         pieces = listed
-    missing = [token for token in SPECIAL_TOKENS if token not in pieces]
+    missing = Vocabulary.of(pieces).lost()
     check(not missing, f"{path} lacks {' '.join(missing)}; a BERT vocabulary has all five")
     check(
         vocab.size in (None, len(pieces)),
         f"vocab.size is {vocab.size}, and {path} has {len(pieces)} pieces; set vocab.size=null to "
         "take them all, and vocab.extend=N to add N pieces of the corpus",
     )
-    check_flags(tokenizer.get("normalizer") or {}, settings, vocab, path)
+    if is_berts(tokenizer):
+        check_flags(tokenizer.get("normalizer") or {}, settings, vocab, path)
+    else:
+        check_whole(tokenizer, pieces, vocab, path)
     return pieces
 
 
@@ -120,30 +142,76 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
-def pieces_of(tokenizer: dict, path: Path) -> list[str]:
-    """Read the pieces of a `tokenizer.json` by id.
-
-    Raises `UserError` unless it is a BERT tokenizer: its normaliser, pre-tokeniser and WordPiece.
-    """
+def is_berts(tokenizer: dict) -> bool:
+    """Tell whether a `tokenizer.json` is BERT's: its normaliser, pre-tokeniser and WordPiece, and
+    nothing beside the pieces; {} is none, and counts as BERT's."""
+    if not tokenizer:
+        return True
     model = tokenizer["model"]
-    for what, found, wanted in (
-        ("model", model.get("type", "WordPiece"), "WordPiece"),
-        ("normaliser", (tokenizer.get("normalizer") or {}).get("type"), "BertNormalizer"),
-        ("pre-tokeniser", (tokenizer.get("pre_tokenizer") or {}).get("type"), "BertPreTokenizer"),
-        ("prefix", model.get("continuing_subword_prefix", "##"), "##"),
-        ("longest word", model.get("max_input_chars_per_word", 100), MAX_WORD_CHARACTERS),
-    ):
-        check(found == wanted, f"{path} has {what} {found}; only BERT's {wanted} is served")
-    ids = model["vocab"]
+    found = (
+        model.get("type", "WordPiece"),
+        (tokenizer.get("normalizer") or {}).get("type"),
+        (tokenizer.get("pre_tokenizer") or {}).get("type"),
+        model.get("continuing_subword_prefix", "##"),
+        model.get("max_input_chars_per_word", MAX_WORD_CHARACTERS),
+    )
+    berts = ("WordPiece", "BertNormalizer", "BertPreTokenizer", "##", MAX_WORD_CHARACTERS)
+    added = {token["content"] for token in tokenizer.get("added_tokens", [])}
+    return found == berts and added <= model["vocab"].keys()
+
+
+def pieces_of(tokenizer: dict, path: Path) -> list[str]:
+    """Read the pieces of a `tokenizer.json` by id; raises `UserError` unless each has one."""
+    ids = list_pieces(tokenizer)
     pieces = sorted(ids, key=ids.get)
     check([ids[p] for p in pieces] == list(range(len(ids))), f"{path}: ids are not 0 to {len(ids)}")
-    added = [t["content"] for t in tokenizer.get("added_tokens", []) if t["content"] not in ids]
+    own = list_pieces({"model": tokenizer["model"]})
+    added = [
+        token["content"]
+        for token in tokenizer.get("added_tokens", [])
+        if token["content"] not in own and not token.get("special")
+    ]
     check(
         not added,
-        f"{path} has {len(added)} added tokens outside its WordPiece ({added[:1]}...); put them "
+        f"{path} has {len(added)} added tokens outside its vocabulary ({added[:1]}...); put them "
         f"into vocab.txt as pieces, and delete tokenizer.json",
     )
     return pieces
+
+
+def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Path) -> None:
+    """Raise `UserError` if a tokenizer of another kind than BERT's cannot be taken whole."""
+    model = tokenizer["model"]
+    kind = f"{path} has {model.get('type', 'WordPiece')} with rules for text that are not BERT's"
+    check(vocab.extend is None, f"{kind}, so vocab.extend cannot add to it; leave that out")
+    check(
+        bool(tokenizer.get("pre_tokenizer")),
+        f"{kind}, and no pre-tokeniser to tell words by; give another",
+    )
+    check(not model.get("dropout"), f"{kind}, and drops merges at random; set its dropout to null")
+    broken = [piece for piece in pieces if "\n" in piece]
+    check(not broken, f"{kind}, and a piece with a line end, {broken[:1]}, which is not served")
+
+
+def write_whole(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write `vocab.txt`, `tokenizer.json` and `tokenizer_config.json` of a tokenizer of any kind.
+
+    A sequence is `[CLS] text [SEP]` here, so it says so from now on if it said anything else.
+    """
+    pieces = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    vocabulary = Vocabulary.of(pieces)
+    cls, sep = vocabulary["[CLS]"], vocabulary["[SEP]"]
+    if tokenizer.encode("").ids != [cls, sep]:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{pieces[cls]}:0 $A:0 {pieces[sep]}:0",
+            pair=f"{pieces[cls]}:0 $A:0 {pieces[sep]}:0 $B:1 {pieces[sep]}:1",
+            special_tokens=[(pieces[cls], cls), (pieces[sep], sep)],
+        )
+    normalizer = tokenizer.normalizer
+    lowercase = normalizer is not None and normalizer.normalize_str("A").strip() == "a"
+    # any other class of transformers may build its own rules for text, and not read this file
+    hf_class, flags = "PreTrainedTokenizerFast", {"do_lower_case": lowercase}
+    write_vocabulary(folder, tokenizer, pieces, hf_class, flags)
 
 
 def check_flags(normalizer: dict, settings: dict, vocab: VocabConfig, path: Path) -> None:

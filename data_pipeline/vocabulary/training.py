@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import MIN_VOCAB_SIZE, VocabConfig
-from data_pipeline.sampling.token_store import SPECIAL_TOKENS
+from data_pipeline.sampling.token_store import SPECIAL_TOKENS, Vocabulary
 
 DEFAULT_SIZE = 30522  # BERT's
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is one [UNK]
@@ -212,19 +212,36 @@ def build_tokenizer(pieces: list[str], vocab: VocabConfig) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, pieces: list[str], vocab: VocabConfig) -> None:
-    """Write `vocab.txt`, `tokenizer.json` and `tokenizer_config.json`, with every flag explicit."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the files of a WordPiece vocabulary, with every flag explicit."""
     tokenizer = build_tokenizer(pieces, vocab)
-    tokenizer.save(str(folder / "tokenizer.json"))
     normalizer = tokenizer.normalizer
-    settings = {
-        "tokenizer_class": "BertTokenizer",
+    flags = {
         "do_lower_case": normalizer.lowercase,
         "strip_accents": normalizer.strip_accents,
         "tokenize_chinese_chars": normalizer.handle_chinese_chars,
+    }
+    write_vocabulary(folder, tokenizer, pieces, "BertTokenizer", flags)
+
+
+def write_vocabulary(
+    folder: Path, tokenizer: Tokenizer, pieces: list[str], hf_class: str, flags: dict[str, bool]
+) -> None:
+    """Write `vocab.txt`, `tokenizer.json` and `tokenizer_config.json`.
+
+    hf_class: transformers' class of the tokenizer. flags: what it does with text.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    vocabulary = Vocabulary.of(pieces)
+    names = {
+        f"{name.strip('[]').lower()}_token": pieces[vocabulary[name]] for name in SPECIAL_TOKENS
+    }
+    settings = {
+        "tokenizer_class": hf_class,
+        **flags,
         "model_max_length": 512,
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-        **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
+        **names,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -10,12 +10,13 @@ unit. It reads the original text, and its cuts pass through the table as special
 that they stay in place whatever characters the normaliser drops or adds.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.plug_ins import load_plug_in
@@ -27,6 +28,7 @@ CUT, CUT_MARK = "\ud800", b"\1"  # between words of a segmenter, before and afte
 BETWEEN, INSIDE, ALONE = range(3)  # a byte is between words, in a word, or a word by itself
 SHORT = 16  # most bytes of a word that is kept in the arrays of a `WordTable`
 SLOTS = 1 << 18  # words in these arrays
+LINE_ENDS = re.compile("[\0\n\r]")  # in a word they would end it, in the files of a scan
 FREE = np.uint64(2**64 - 1)  # marks a free slot: cannot occur in UTF-8
 LOST = "the words of a segmenter must give the text again, with every space"
 Segmenter = Callable[[str], list[str]]
@@ -109,6 +111,51 @@ class WordSplitter:
         return len(self.pre_tokenizer.pre_tokenize_str(f"a{word}b")) == 3
 
 
+class PreTokens:
+    """Splits text with one sentence per line into the words of any tokenizer, as `WordSplitter`
+    does into BERT's.
+
+    A word is a pre-token, which the tokenizer's model divides into tokens without looking at its
+    neighbours. Slower than BERT's table, since each sentence goes through `tokenizers`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.normalizer, self.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+
+    def __call__(self, text: str) -> Words:
+        words: list[bytes] = []
+        for sentence in text.split("\n")[:-1]:
+            words += [*map(str.encode, self.split(sentence)), END]
+        sizes = np.array([len(word) for word in words], np.int64)
+        ends = np.cumsum(sizes)
+        return Words(b"".join(words), ends - sizes, ends)
+
+    def split(self, sentence: str) -> list[str]:
+        text = LINE_ENDS.sub(" ", sentence.encode("utf-8", "replace").decode())
+        if self.normalizer is not None:
+            text = LINE_ENDS.sub(" ", self.normalizer.normalize_str(text))
+        return [word for word, _ in self.pre_tokenizer.pre_tokenize_str(text) if word]
+
+
+def carry_spaces(sentences: list[str]) -> list[str]:
+    """Move the space between two sentences of a document from the end of the first to the start of
+    the second, where byte-level BPE has it."""
+    bare = [sentence.rstrip() for sentence in sentences]
+    ends = [s[len(kept) :] for s, kept in zip(sentences, bare, strict=True)]
+    return [gap + sentence for gap, sentence in zip(["", *ends], bare, strict=False)]
+
+
+def number_pre_tokens(
+    sentences: list[str], split: PreTokens, index: "WordIndex"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Number the words of sentences: returns what `number_units` does, each word a masking unit.
+
+    The pieces do not tell: a comma has no mark, and yet is a word of its own.
+    """
+    numbers, sizes = number_words(sentences, split, index)
+    return numbers, sizes, np.ones(len(numbers), bool)
+
+
 class CharacterTable(dict):
     """A table for `str.translate` that calls `translate` once per character, when it first
     occurs."""
@@ -164,7 +211,7 @@ class WordIndex(WordTable):
 
 
 def number_words(
-    sentences: list[str], split: WordSplitter, index: WordIndex
+    sentences: list[str], split: WordSplitter | PreTokens, index: WordIndex
 ) -> tuple[np.ndarray, np.ndarray]:
     """Number the words of sentences.
 

@@ -1143,12 +1143,12 @@ def test_fill_mask_gives_k_pieces_a_mask_likeliest_first(script, exported) -> No
     model = load_export(exported)
     tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
     for k in (1, 3, 7):
-        found = script.fill_mask(model, tokenizer, "A [MASK] of the [MASK].", k)
+        found = script.fill_mask(model, exported, "A [MASK] of the [MASK].", k)
         assert [len(candidates) for candidates in found] == [k, k]
         for candidates in found:
             values = [p for _, p in candidates]
             assert values == sorted(values, reverse=True) and len(set(candidates)) == k
-    (everything,) = script.fill_mask(model, tokenizer, "[MASK]", tokenizer.get_vocab_size())
+    (everything,) = script.fill_mask(model, exported, "[MASK]", tokenizer.get_vocab_size())
     assert math.isclose(sum(p for _, p in everything), 1, rel_tol=1e-5)
 
 
@@ -1157,7 +1157,7 @@ def test_fill_mask_agrees_with_the_pipeline_of_transformers(script, exported) ->
 
     sentence = "This method returns a new [MASK]."
     tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
-    (found,) = script.fill_mask(load_export(exported), tokenizer, sentence)
+    (found,) = script.fill_mask(load_export(exported), exported, sentence)
     wanted = pipeline("fill-mask", model=str(exported))(sentence)
     ids = [tokenizer.token_to_id(piece) for piece, _ in found]
     assert ids == [item["token"] for item in wanted]

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,20 +11,25 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from helpers import assert_same_run, train_here
+from helpers import ROOT, assert_same_run, check_hashes, train_here
+from other_tokenizers import KINDS
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.build.prepare import prepare
-from data_pipeline.common.errors import UserError
-from data_pipeline.config import DataConfig, load_config
-from data_pipeline.sampling.batches import BatchSource
-from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
-from pretrain.config import Config
-from pretrain.export import export, export_checkpoint
-from pretrain.init_from import hash_weights, split_piece, start_from
-from pretrain.models.bert import PretrainingModel, continue_positions
-from pretrain.models.build import model_of
-from pretrain.read_export import load_export
+sys.path.append(str(ROOT / "scripts"))
+
+from fill_mask import fill_mask  # noqa: E402
+
+from data_pipeline.build.prepare import prepare  # noqa: E402
+from data_pipeline.common.errors import UserError  # noqa: E402
+from data_pipeline.config import DataConfig, load_config  # noqa: E402
+from data_pipeline.sampling.batches import BatchSource  # noqa: E402
+from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary  # noqa: E402
+from pretrain.config import Config  # noqa: E402
+from pretrain.export import export, export_checkpoint  # noqa: E402
+from pretrain.init_from import hash_weights, split_piece, start_from  # noqa: E402
+from pretrain.models.bert import PretrainingModel, continue_positions  # noqa: E402
+from pretrain.models.build import model_of  # noqa: E402
+from pretrain.read_export import load_export  # noqa: E402
 
 SIZES = {
     "hidden_size": 32,
@@ -432,3 +438,59 @@ def test_the_layout_of_bert_base_chinese_is_taken_as_it_is(
     assert asdict(load_export(tmp_path / "run/export").config)["pad_token_id"] == 0
     tokenizer = json.loads((tmp_path / "run/export/tokenizer.json").read_text(encoding="utf-8"))
     assert {t["content"]: t["id"] for t in tokenizer["added_tokens"]}["[MASK]"] == 103
+
+
+# ---------------------------------------------------------------------- tokenizers of other kinds
+
+
+@pytest.mark.parametrize(
+    "hf_class, kind, settings",
+    [
+        ("RobertaForMaskedLM", "byte-level BPE", {"type_vocab_size": 1, "pad_token_id": 1}),
+        ("AlbertForPreTraining", "unigram", ALBERT),
+    ],
+)
+def test_a_model_brings_its_tokenizer_of_another_kind(
+    hf_class, kind, settings, prepared, tmp_path, capsys
+) -> None:
+    """From a folder with weights, `config.json` and `tokenizer.json` to an export that does the
+    same."""
+    import transformers
+
+    folder = tmp_path / "in"
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    tokenizer = KINDS[kind](text)
+    torch.manual_seed(1)
+    peer = getattr(transformers, hf_class)
+    sizes = SIZES | {"max_position_embeddings": 66, "vocab_size": tokenizer.get_vocab_size()}
+    model = peer(peer.config_class(**sizes | settings)).eval()
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    here = (f"init_from={folder}", "vocab.size=null", "data.objective=none")
+    sentences = "eval.probes.sentences=[The name of the [MASK] is a string.]"
+    here += (sentences.replace("[The", "['The").replace("string.]", "string.']"),)
+    prepare_here(prepared, tmp_path / "data", *here)
+    here += (f"data_dir={tmp_path / 'data'}", *TWO_STEPS, "train.learning_rate=1e-30")
+    train_here(prepared, tmp_path / "run", *here)
+    said = capsys.readouterr().out
+    assert f"starts from {folder}" in said and "of its vocabulary" not in said
+    out = tmp_path / "run/export"
+    assert "transformers loads every key" in (out / "README.md").read_text()
+    assert check_hashes(out) == ["model.safetensors: OK"]
+
+    kept = transformers.AutoTokenizer.from_pretrained(out)
+    assert len(kept) == tokenizer.get_vocab_size()
+    sentence = f"The value of the {kept.mask_token} is a string."
+    inner = kept(sentence, add_special_tokens=False)["input_ids"]
+    assert inner == tokenizer.encode(sentence, add_special_tokens=False).ids
+    masked_lm = getattr(transformers, hf_class.replace("PreTraining", "MaskedLM"))
+    pipe = transformers.pipeline(
+        "fill-mask", model=masked_lm.from_pretrained(out), tokenizer=kept, device="cpu"
+    )
+    (found,) = fill_mask(load_export(out), out, sentence.replace(kept.mask_token, "[MASK]"))
+    for (piece, p), wanted in zip(found, pipe(sentence), strict=True):
+        assert kept.convert_tokens_to_ids(piece) == wanted["token"]
+        assert p == pytest.approx(wanted["score"], rel=1e-4)
+    again = read_config(prepared, out, "vocab.size=null", "data.objective=none")
+    model, line = start(again)
+    assert "of its vocabulary" not in line  # an export of ours is a way in too

@@ -51,7 +51,7 @@ def test_shuffled_words_stay_whole(vocabulary, sentences) -> None:
     for tokens in sentences:
         shuffled = try_held_out.shuffle_words(tokens, vocabulary, rng)
         before, after = (
-            try_held_out.to_text(each, vocabulary).split(" ") for each in (tokens, shuffled)
+            try_held_out.decode(vocabulary, each).split(" ") for each in (tokens, shuffled)
         )
         assert sorted(before) == sorted(after)
         moved += before != after

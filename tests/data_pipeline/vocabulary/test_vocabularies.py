@@ -233,7 +233,7 @@ def change_text(old: str, new: str):
     return change
 
 
-ADDED = [{"id": 1000, "content": "covid"}]
+ADDED = [{"id": len(OLD), "content": "covid"}]
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,8 @@ ADDED = [{"id": 1000, "content": "covid"}]
         (None, {"handle_chinese_chars": False}, "set vocab.handle_chinese_chars=true"),
         (None, {"size": 1000}, "set vocab.size=null to take them all, and vocab.extend=N to add"),
         (None, {"size": 100}, r"vocab.size is 100, and .* has \d+ pieces"),
-        (change_json("tokenizer.json", "model", "type", to="BPE"), {}, "model BPE; only BERT's"),
-        (change_json("tokenizer.json", "normalizer", to=None), {}, "normaliser None"),
+        (change_json("tokenizer.json", "normalizer", to=None), {"extend": 9}, "cannot add to it"),
+        (change_json("tokenizer.json", "pre_tokenizer", to=None), {}, "no pre-tokeniser to tell"),
         (change_json("tokenizer.json", "model", "vocab", "zz", to=7777), {}, "ids are not 0 to"),
         (change_json("tokenizer.json", "added_tokens", to=ADDED), {}, "1 added tokens outside"),
         (change_json("tokenizer_config.json", "do_lower_case", to=False), {}, "lowercase false"),

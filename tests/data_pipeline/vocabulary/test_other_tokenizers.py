@@ -1,0 +1,213 @@
+"""existing: tokenizers of other kinds than BERT's, against what `tokenizers` and transformers make
+of the same text."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from other_tokenizers import ALBERTS, KINDS, ROBERTAS, train_byte_level
+from tokenizers import Tokenizer
+
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.probes import encode_texts
+from data_pipeline.build.sentences import sentence_splitter, split_sentences
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.report.audit import decode
+from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.token_store import TokenStore, list_pieces, read_vocabulary
+from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
+from data_pipeline.vocabulary.words import END, PreTokens, carry_spaces
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a `tokenizer.json` alone."""
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    KINDS[request.param](text).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def prepare_with(corpus: Path, data_dir: Path, folder: Path, **options) -> None:
+    vocab = VocabConfig(path=str(folder))
+    options = {"held_out_fraction": 0.1, "deduplicate": False} | options
+    source = CorpusConfig(files=str(corpus), **options)
+    prepare(DataConfig(data_dir=str(data_dir), corpus=source, vocab=vocab), 1)
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data_dir = tmp_path_factory.mktemp("data")
+    prepare_with(prepared / "topics.txt", data_dir, folder)
+    return data_dir
+
+
+def read_documents(store: TokenStore) -> list[list[list[int]]]:
+    """The ids of each sentence of each document."""
+    ends = store.sentence_offsets
+    sentences = [store.tokens[a:b].tolist() for a, b in pairwise(ends)]
+    return [sentences[a:b] for a, b in pairwise(store.document_offsets)]
+
+
+def test_a_store_holds_the_ids_that_the_tokenizer_gives_each_document(
+    data: Path, folder: Path, prepared: Path
+):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = read_vocabulary(data / "vocab")
+    found = []
+    for split in ("train", "held_out"):
+        found += read_documents(TokenStore.open(data / "store", split, vocabulary))
+    found = {tuple(sum(sentences, [])) for sentences in found}
+    texts = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")
+    split, wanted = sentence_splitter("en"), set()
+    for text in map(str.strip, filter(str.strip, texts)):
+        parts = [line.rstrip() for line in text.split("\n")]  # the spaces between sentences count
+        if vocabulary.begin == "▁":  # where a sentence begins without a space, one is made up
+            parts = carry_spaces(list(split_sentences(text, split)))
+        ids = [tokenizer.encode(part, add_special_tokens=False).ids for part in parts]
+        wanted.add(tuple(sum(ids, [])))
+    assert found == wanted
+
+
+def test_a_space_between_sentences_begins_the_second():
+    split = sentence_splitter("en")
+    sentences = list(split_sentences("One is here. Two is there.\nThree is last. ", split))
+    assert carry_spaces(sentences) == ["One is here.", " Two is there.", "Three is last."]
+    assert carry_spaces([]) == []
+
+
+def test_words_are_the_pre_tokens_of_the_tokenizer(data: Path):
+    tokenizer = load_tokenizer(data / "vocab")
+    vocabulary = read_vocabulary(data / "vocab")
+    store = TokenStore.open(data / "store", "held_out", vocabulary)
+    starts = store.starts_word(np.arange(len(store)))
+    words = np.split(store.tokens, np.flatnonzero(starts)[1:])
+    assert 1.05 * len(words) < len(store)
+    for word in words[:2000]:
+        text = decode(vocabulary, word)
+        ids = {tuple(tokenizer.encode(t, add_special_tokens=False).ids) for t in (text, " " + text)}
+        assert tuple(word.tolist()) in ids
+    if vocabulary.begin == "Ġ":  # punctuation is a word of its own, though it has no mark
+        comma = vocabulary[","]
+        assert vocabulary.continues[comma] and starts[store.tokens == comma].mean() > 0.8
+
+
+def test_sequences_are_enclosed_and_masked_by_its_special_tokens(data: Path):
+    vocabulary = read_vocabulary(data / "vocab")
+    names = [vocabulary.pieces[vocabulary[name]] for name in ("[CLS]", "[SEP]", "[MASK]")]
+    assert names in (["<s>", "</s>", "<mask>"], ["[CLS]", "[SEP]", "[MASK]"])
+    store = TokenStore.open(data / "store", "train", vocabulary)
+    batch = BatchSource(store, PairsConfig(max_seq_length=64, objective="none"), 0).batch(0, 200)
+    assert (batch.input_ids[batch.cu_seqlens[:-1]] == vocabulary["[CLS]"]).all()
+    assert (batch.input_ids[batch.cu_seqlens[1:] - 1] == vocabulary["[SEP]"]).all()
+    seen = batch.input_ids[batch.masked_positions].numpy()
+    assert 0.75 < (seen == vocabulary["[MASK]"]).mean() < 0.85
+    special = [i for i, piece in enumerate(vocabulary.pieces) if piece in (*ROBERTAS, *ALBERTS)]
+    assert len(special) == 5
+    assert not np.isin(special, vocabulary.ordinary).any()
+    assert not vocabulary.continues[special].any()
+
+
+def test_transformers_reads_the_same_ids_from_the_files_written(data: Path, folder: Path):
+    from transformers import AutoTokenizer
+
+    peer, bare = AutoTokenizer.from_pretrained(data / "vocab"), load_tokenizer(data / "vocab")
+    vocabulary = read_vocabulary(data / "vocab")
+    assert peer.mask_token_id == vocabulary["[MASK]"]
+    assert peer.pad_token_id == vocabulary["[PAD]"]
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = vocabulary["[CLS]"], vocabulary["[SEP]"]
+    for text in ("The first line, naïve!", "中文 ABC", "Don't e-mail: a@b.c 😀", ""):
+        wanted = [ends[0], *own.encode(text, add_special_tokens=False).ids, ends[1]]
+        assert peer(text)["input_ids"] == bare.encode(text).ids == wanted
+    (probe,) = encode_texts(data / "vocab", ["The name of the [MASK] is."])
+    assert probe.count(vocabulary["[MASK]"]) == 1
+
+
+def test_text_of_any_kind_goes_through_as_the_tokenizer_sees_it(data: Path):
+    tokenizer = load_tokenizer(data / "vocab")
+    split = PreTokens(tokenizer)
+
+    @settings(max_examples=200)
+    @given(st.lists(st.text(st.characters(blacklist_characters="\n")), max_size=4))
+    def goes_through(sentences: list[str]) -> None:
+        words = list(split("\n".join([*sentences, ""])))
+        assert words.count(END) == len(sentences)
+        found = []
+        for word in words:
+            assert word == END or not {b"\0", b"\n", b"\r", b""} & {word, *word.split(b" ")} - {b""}
+            if word != END:
+                found += [token.id for token in tokenizer.model.tokenize(word.decode())]
+        wanted = []
+        for sentence in sentences:
+            text = sentence.encode("utf-8", "replace").decode()
+            text = text.replace("\0", " ").replace("\r", " ")
+            wanted += tokenizer.encode(text, add_special_tokens=False).ids
+        assert found == wanted
+
+    goes_through()
+
+
+def test_padding_and_truncation_of_a_file_are_not_taken(folder: Path, tmp_path: Path):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding(length=99)
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert len(load_tokenizer(tmp_path).encode("a b c d e f g").ids) in range(7, 30)
+
+
+def change(folder: Path, tmp_path: Path, edit) -> str:
+    value = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    edit(value)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value), encoding="utf-8")
+    return str(tmp_path)
+
+
+def add_word(value: dict) -> None:
+    entry = dict(value["added_tokens"][0], content="covid", special=False)
+    value["added_tokens"].append(entry | {"id": len(list_pieces(value))})
+
+
+def drop_mask(value: dict) -> None:
+    value["added_tokens"] = [t for t in value["added_tokens"] if "mask" not in t["content"].lower()]
+    vocab = value["model"]["vocab"]
+    if isinstance(vocab, list):
+        value["model"]["vocab"] = [row for row in vocab if row[0] != "[MASK]"]
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda value: value.update(pre_tokenizer=None), "no pre-tokeniser to tell words by"),
+        (add_word, "1 added tokens outside"),
+        (drop_mask, r"lacks \[MASK\]"),
+        (lambda value: value["model"].update(vocab=[1]), "no list of .piece, score."),
+    ],
+)
+def test_what_cannot_be_taken_whole_is_said(folder: Path, tmp_path: Path, edit, message: str):
+    path = change(folder, tmp_path, edit)
+    with pytest.raises(UserError, match=message):
+        read_existing(VocabConfig(path=path))
+
+
+def test_it_is_not_extended_and_takes_no_segmenter(folder: Path, prepared: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="vocab.extend cannot add to it"):
+        read_existing(VocabConfig(path=str(folder), extend=10))
+    pytest.importorskip("rjieba")
+    with pytest.raises(UserError, match="corpus.word_segmenter divides BERT's words"):
+        prepare_with(prepared / "topics.txt", tmp_path, folder, word_segmenter="segmenter")
+
+
+def test_other_merges_of_the_same_pieces_are_another_corpus(prepared: Path, tmp_path: Path):
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    (tmp_path / "t").mkdir()
+    train_byte_level(text).save(str(tmp_path / "t/tokenizer.json"))
+    prepare_with(prepared / "topics.txt", tmp_path / "data", tmp_path / "t")
+    change(tmp_path / "t", tmp_path / "t", lambda value: value["model"]["merges"].pop())
+    with pytest.raises(UserError, match="with other settings of corpus or vocab"):
+        prepare_with(prepared / "topics.txt", tmp_path / "data", tmp_path / "t")
