@@ -29,6 +29,7 @@ import zstandard
 from helpers import ROOT, write_tasks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from other_tokenizers import KINDS
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.build.probes import read_pairs, write_probes
@@ -39,7 +40,13 @@ from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_source
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
-from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
+from data_pipeline.vocabulary.existing import (
+    load_tokenizer,
+    load_whole,
+    read_existing,
+    write_whole,
+)
+from data_pipeline.vocabulary.words import PreTokens
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config
 from pretrain.export import export_checkpoint, read_run_config, read_run_state
@@ -216,6 +223,24 @@ def test_a_vocabulary(prepared: Path, tmp_path: Path) -> None:
         read_vocabulary(folder)
 
     try_door([folder / name for name in TOKENIZER_FILES], read)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_of_another_kind(prepared: Path, tmp_path: Path, kind: str) -> None:
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    KINDS[kind](text[:20000]).save(str(tmp_path / "tokenizer.json"))
+    vocab = VocabConfig(path=str(tmp_path))
+
+    def read() -> None:
+        pieces = read_existing(vocab)
+        if whole := load_whole(vocab):
+            words = list(PreTokens(whole)(f"{text[:500]}\n"))
+            assert len([whole.model.tokenize(word.decode()) for word in words]) > 1
+            write_whole(tmp_path / "out", whole)
+            assert read_vocabulary(tmp_path / "out").pieces == pieces
+            load_tokenizer(tmp_path / "out").encode("some text")
+
+    try_door([tmp_path / "tokenizer.json"], read)
 
 
 @pytest.mark.parametrize("name", ["txt", "jsonl", "csv", "tsv", "parquet", "arrow"])

@@ -43,11 +43,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the `tokenizer.json` of a folder, without the truncation and padding that a file may ask
     for; raises `UserError` unless it is sound."""
     path = folder / "tokenizer.json"
-    pieces_of(read_json(path, TOKENIZER, ADVICE), path)
+    pieces = pieces_of(read_json(path, TOKENIZER, ADVICE), path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.model.tokenize("\U0010fffd")  # a unigram model without [UNK] fails here
     except Exception as error:  # the library raises no class of its own
         raise UserError(f"{path} is no tokenizer: {error}; {ADVICE}") from None
+    read = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    check(read == pieces, f"{path} has added tokens with the ids of other pieces; {ADVICE}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
