@@ -97,6 +97,8 @@ class Family:
     """Fields of the section `model` that its config.json has."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the section `model` whose default is another than BERT's."""
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for a field that a config.json lacks, where BERT has another."""
     head_act: str | None = None
     """Activation of the MLM head, whatever `hidden_act` is; null: that one."""
     always_projects: bool = False
@@ -155,6 +157,12 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
             "mlm.bias": "lm_head.bias",
         },
         defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},  # of roberta-base
+        unsaid={
+            "type_vocab_size": 2,
+            "layer_norm_eps": 1e-12,
+            "pad_token_id": 1,
+            "max_position_embeddings": 512,
+        },
         counts_from_pad=True,
         head_act="gelu",
     ),
@@ -192,6 +200,16 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
         },
+        unsaid={  # of albert-xxlarge, without dropout
+            "hidden_size": 4096,
+            "num_attention_heads": 64,
+            "intermediate_size": 16384,
+            "hidden_act": "gelu_new",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "embedding_size": 128,
+            "num_hidden_groups": 1,
+        },
         always_projects=True,
     ),
     "electra": Family(  # Clark et al. 2020, arXiv:2003.10555
@@ -209,6 +227,12 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
             "rtd.out": "discriminator_predictions.dense_prediction",
         },
         settings=(*SETTINGS, "embedding_size"),
+        unsaid={  # of electra-small
+            "hidden_size": 256,
+            "num_attention_heads": 4,
+            "intermediate_size": 1024,
+            "embedding_size": 128,
+        },
         head_act="gelu",
     ),
 }
@@ -246,7 +270,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def longest_sequence(settings: Mapping[str, Any]) -> int:
     """Read from a `config.json` how many tokens the model takes; BERT's 512 if it does not say."""
     family = FAMILIES.get(settings.get("model_type"), FAMILIES["bert"])
-    first = family.first_position(settings.get("pad_token_id") or 0)
+    pad = settings.get("pad_token_id")
+    first = family.first_position(family.unsaid.get("pad_token_id", 0) if pad is None else pad)
     return settings.get("max_position_embeddings", 512) - first
 
 
@@ -254,7 +279,7 @@ def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Translate a `config.json` into fields of the section `model`; the mirror of `hf_config`.
 
     What it says beside those of its family becomes `extra`; a field of these that is null counts as
-    missing.
+    missing, and has the value that transformers takes.
     path: of the file, for errors. Raises `UserError` for what no family here computes.
     """
     kind = settings.get("model_type", "bert")
@@ -262,6 +287,7 @@ def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     family = FAMILIES[kind]
     given = {name: value for name, value in settings.items() if value is not None}
     check_computable(given, path)
+    given = dict(family.unsaid) | given
     found = {name: given[name] for name in family.settings if name in given}
     extra = settings.keys() - {*family.settings, *WRITTEN}
     found |= {"architecture": kind, "extra": {name: settings[name] for name in sorted(extra)}}
@@ -294,3 +320,8 @@ def check_computable(settings: Mapping[str, Any], path: Path) -> None:
         f"{path}: tie_word_embeddings is false, and the decoder is the matrix of word embeddings "
         "here; give a model whose decoder is tied",
     )
+    for name, what in (
+        ("quantization_config", "quantized"),
+        ("auto_map", "computed by its own code"),
+    ):
+        check(name not in settings, f"{path}: {name} says that it is {what}; give one that is not")

@@ -283,6 +283,8 @@ def test_a_folder_from_tensorflow_has_older_names_and_a_decoder(
             "position_embedding_type is relative_key_query, and only absolute .* transformers 5",
         ),
         ({"tie_word_embeddings": False}, (), "tie_word_embeddings is false"),
+        ({"quantization_config": {"bits": 4}}, (), "says that it is quantized; give one that"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, (), "says that it is computed by its own code"),
         ({"model_type": "gpt2"}, (), "model_type is 'gpt2'; it can be bert"),
         ({}, ("model.architecture=roberta",), "architecture is roberta, and init_from .* bert"),
         ({"type_vocab_size": 1}, (), "type_vocab_size is 1, and data.objective nsp wants one for"),

@@ -414,12 +414,22 @@ def test_the_config_of_transformers_leads_there_and_back(case) -> None:
     assert found == config and found.embedding_width == config.embedding_width
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_lacks_is_what_transformers_takes(family: str) -> None:
+    import transformers
+
+    peer = getattr(transformers, f"{FAMILIES[family].prefix}Config")().to_dict()
+    found = {**FAMILIES[family].defaults, **read_hf_config({"model_type": family}, "config.json")}
+    settings = hf_config(asdict(ModelConfig(**found)), 100, FAMILIES[family].masked_lm)
+    for name in {*FAMILIES[family].settings} - {"position_embedding_type"}:
+        assert settings[name] == peer[name], name
+
+
 def test_null_in_the_config_of_transformers_counts_as_missing() -> None:
     settings = hf_config(asdict(config_of("roberta")), 100, "RobertaForMaskedLM")
     for name in ("pad_token_id", "hidden_dropout_prob", "layer_norm_eps", "type_vocab_size"):
         nulls = settings | {name: None, "tie_word_embeddings": None, "inner_group_num": None}
         settings.pop(name)
-        assert name not in read_hf_config(nulls, "config.json")
         found = read_hf_config(nulls, "config.json")
         assert found | {"extra": {}} == read_hf_config(settings, "config.json") | {"extra": {}}
 
