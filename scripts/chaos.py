@@ -44,7 +44,7 @@ TRAINING = (
 PREPARATION = tuple(
     f"data_pipeline.common.folders:{name}" for name in ("write_file", "sync_files", "hash_file")
 )
-STOPS = ("SIGTERM", "SIGINT", "SIGUSR1")
+STOPS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 FAULTS = {  # kind -> what one process does, the exit codes that may follow, processes, points
     "kill": ("os.kill(os.getpid(), signal.SIGKILL)", {-9, 1, 137}, (1, 2), TRAINING),
     "signal": ("os.kill(os.getpid(), signal.{stop})", {75, 0}, (1, 2), TRAINING),

@@ -112,7 +112,7 @@ def begin_worker(command: int) -> None:
     command: its process id.
     SIGTERM stays, by which the executor ends its workers.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(command)
 

@@ -13,7 +13,7 @@ from data_pipeline.common.errors import Stopped
 from data_pipeline.common.system import die_with_parent
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")  # torchrun or accelerate launch sets them
-CAUGHT = (Signals.SIGTERM, Signals.SIGINT, Signals.SIGUSR1)
+CAUGHT = (Signals.SIGTERM, Signals.SIGINT, Signals.SIGUSR1, Signals.SIGHUP)
 
 received: Signals | None = None
 on_hold: Callable[[], None] | None = None  # if signals are held: called at the first
@@ -23,15 +23,20 @@ def catch_signals(advice: str) -> None:
     """Raise `Stopped` in the main thread at the first signal of `CAUGHT`, unless they are held.
 
     A second SIGINT ends the process at once; other further signals change nothing. What is ignored
-    stays so: a shell starts jobs in the background with SIGINT ignored.
+    stays so: a shell starts jobs in the background with SIGINT ignored, nohup all with SIGHUP.
 
     advice: what the message says after the name of the signal.
     """
+
+    terminals = [number for number in (1, 2) if os.isatty(number)]  # of stdout and stderr
 
     def note(number: int, frame) -> None:
         global received
         if number == Signals.SIGINT:
             signal.signal(number, signal.SIG_DFL)
+        if number == Signals.SIGHUP:  # what is written to a terminal that is gone raises an error
+            for terminal in terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
         is_first, received = received is None, received or Signals(number)
         if is_first and on_hold:
             on_hold()

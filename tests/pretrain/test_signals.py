@@ -32,6 +32,18 @@ def planted(*arguments, **options):
 module.{name} = planted
 runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
 """
+HANG_UP = """
+import os, pty, select, sys
+here, *words = sys.argv[1:]
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, *words])
+while not os.path.exists(here):
+    if select.select([terminal], [], [], 0.1)[0]:
+        os.read(terminal, 1 << 16)
+os.close(terminal)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
 LOOP = {"module": "pretrain.train", "name": "dropout_seed"}  # called in each step with its number
 
 
@@ -45,7 +57,7 @@ def checkpoints(run_dir: Path) -> list[str]:
     return [path.name for path in list_checkpoints(run_dir / "checkpoints")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_run_that_a_signal_stops_goes_on_to_the_same_end(
     prepared: Path, straight: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -95,6 +107,20 @@ def test_a_second_sigint_ends_a_run_at_once(prepared: Path, tmp_path: Path) -> N
     done = run_with(prepared, tmp_path, **LOOP, **plant)
     assert done.returncode == -signal.SIGINT
     assert checkpoints(tmp_path) == ["step-00000004"]
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Closing the other end of a terminal sends SIGHUP, and fails all further writing to it."""
+    wait = f"arguments[1] == 6 and (open('{tmp_path}/here', 'w'), __import__('signal').pause())"
+    code = SEND.format(**LOOP, condition=wait, rank=0, numbers=[])
+    words = ["-c", code, *command(prepared, tmp_path / "run")[2:]]
+    done = fork(["-c", HANG_UP, str(tmp_path / "here"), *words])
+    assert done.returncode == 75, done.stderr
+    assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000007"]
+    train_here(prepared, tmp_path / "run")
+    assert_same_run(tmp_path / "run", straight)
 
 
 def test_further_signals_change_nothing(prepared: Path, tmp_path: Path) -> None:
