@@ -16,30 +16,21 @@ BINS, MOST_LOGIT = 4096, 16.0  # of a curve: scores are told apart from -16 to 1
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the summed cross-entropy of a linear layer and count the correct predictions.
+    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, chance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the summed cross-entropy of a linear layer, count the correct predictions, and draw a
+    class for each row by its softmax.
 
-    Equals `F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")` without ever
-    holding all M x V scores.
+    The loss equals `F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")` without
+    ever holding all M x V scores.
 
     x: (M, D). weight: (V, D). bias: (V,). labels: int64 (M,).
-    Returns two scalars: the loss in nats, and the number of labels with the highest score (ties
-    count as correct). Both are 0 if M = 0. Under autocast the products use its dtype; the loss is
-    at least float32. Only the loss has a gradient.
-    """
-    return cross_entropy_and_draw(x, weight, bias, labels, None)[:2]
-
-
-def cross_entropy_and_draw(
-    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, chance: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `linear_cross_entropy` does, and draw a class for each row by its softmax.
-
     chance: (M,), uniform in [0, 1); None: draw nothing. A row's draw is the first class at which
     the sum of the probabilities exceeds its number, so it takes one random number, where adding
     Gumbel noise to the scores takes V, and is the same in chunks of any size.
-    Returns the two scalars and int64 (M,), 0 where nothing was drawn, without a gradient.
+    Returns two scalars: the loss in nats, and the number of labels with the highest score (ties
+    count as correct), both 0 if M = 0; and the draws, int64 (M,), 0 where nothing was drawn. Under
+    autocast the products use its dtype; the loss is at least float32. Only it has a gradient.
     """
     return LinearCrossEntropy.apply(x, weight, bias, labels, torch.is_grad_enabled(), chance)
 

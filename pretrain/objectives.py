@@ -25,7 +25,7 @@ from data_pipeline.sampling.baselines import (
 )
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
-from pretrain.loss import cross_entropy_and_draw, next_sentence_loss, replaced_token_loss
+from pretrain.loss import linear_cross_entropy, next_sentence_loss, replaced_token_loss
 from pretrain.sampled_softmax import sampled_cross_entropy
 
 MOST_COMPARED = 200_000  # pairs whose words are compared
@@ -71,7 +71,7 @@ class MaskedLM:
         """
         x = model.mlm(masked)
         weight, bias = model.embeddings.word.weight, model.mlm.bias
-        *sums, drawn = cross_entropy_and_draw(x, weight, bias, batch.masked_labels, chance)
+        *sums, drawn = linear_cross_entropy(x, weight, bias, batch.masked_labels, chance)
         return row(*sums, self.count(batch)), drawn
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:

@@ -18,7 +18,7 @@ from data_pipeline.sampling.batches import Batch, BatchSource
 from pretrain import probes
 from pretrain.config import Config, ModelConfig
 from pretrain.families import FAMILIES, hf_config, read_hf_config
-from pretrain.loss import cross_entropy_and_draw, linear_cross_entropy
+from pretrain.loss import linear_cross_entropy
 from pretrain.metrics import area_under_curve
 from pretrain.models.attention import attend_padded
 from pretrain.models.bert import PretrainingModel, settle_embeddings
@@ -240,8 +240,8 @@ def test_draws_have_the_probabilities_of_the_generator() -> None:
     x, weight, bias = torch.randn(3, 4), torch.randn(50, 4), torch.randn(50)
     rows = x.repeat_interleave(20_000, 0)
     labels = torch.zeros(len(rows), dtype=torch.int64)
-    *sums, drawn = cross_entropy_and_draw(rows, weight, bias, labels, torch.rand(len(rows)))
-    plain = linear_cross_entropy(rows, weight, bias, labels)
+    *sums, drawn = linear_cross_entropy(rows, weight, bias, labels, torch.rand(len(rows)))
+    *plain, _ = linear_cross_entropy(rows, weight, bias, labels)
     assert all(torch.equal(a, b) for a, b in zip(sums, plain, strict=True))
     p = F.linear(x, weight, bias).softmax(-1)
     found = torch.stack([d.bincount(minlength=50) / 20_000 for d in drawn.split(20_000)])
