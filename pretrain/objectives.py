@@ -15,7 +15,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_pipeline.sampling.baselines import (
@@ -129,8 +128,7 @@ class BagOfWords:
 
     def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
         """Compute the row of a batch, as `MaskedLM.measure` does."""
-        x = model.mlm(states.first)  # (B, D)
-        logits = F.linear(x, model.embeddings.word.weight, model.mlm.bias).float()  # (B, V)
+        logits = model.mlm_logits(states.first).float()  # (B, V)
         sequence = batch.sequence_ids[batch.masked_positions]
         loss = -logits.log_softmax(1)[sequence, batch.masked_labels].sum()
         right = (logits.argmax(1)[sequence] == batch.masked_labels).sum()

@@ -187,7 +187,7 @@ class PretrainingModel(Encoder):
         return self.rtd(self.encode(batch))
 
     def mlm_logits(self, masked: Tensor) -> Tensor:
-        """Compute the MLM logits, (M, V), from the hidden states of masked positions, (M, D)."""
+        """Compute the MLM logits, (M, V), from the hidden states of as many tokens, (M, D)."""
         return F.linear(self.mlm(masked), self.embeddings.word.weight, self.mlm.bias)
 
     def count_flops(self, batch: Batch) -> int:
