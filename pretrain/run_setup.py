@@ -53,6 +53,7 @@ from pretrain.processes import (
     matrix_dtype,
 )
 from pretrain.run_folder import keep_in_run, load_resume_state, lock_run
+from pretrain.sampled_softmax import sample_chances
 from pretrain.sharding import wrap_model
 from pretrain.watch import start_watch
 from pretrain.word_vectors import word_vectors
@@ -213,7 +214,7 @@ def build_model(config: Config, counts: torch.Tensor) -> PretrainingModel:
     model = model_of(config.model, len(counts), *asked)
     model.gradient_checkpointing = train.gradient_checkpointing
     if 0 < train.sampled_softmax < len(counts):
-        model.sample_softmax(counts, train.sampled_softmax)
+        model.sample_chances = sample_chances(counts, train.sampled_softmax)
     return model
 
 

@@ -19,7 +19,6 @@ from pretrain.loss import score_labels
 from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.models.layers import Embeddings, Layer, MaskedLMHead, ReplacedTokenHead
 from pretrain.objectives import ROW, States, objectives_of
-from pretrain.sampled_softmax import sample_chances
 
 MOST_EPS = 1e-10  # of a LayerNorm that any size of embeddings leaves alone
 
@@ -76,7 +75,7 @@ class PretrainingModel(Encoder):
         super().__init__(config, Embeddings(config, vocab_size))
         size, heads = config.hidden_size, {head for one in objectives for head in one.heads}
         self.objectives = objectives
-        self.sample_chances: Tensor | None = None  # of the tokens in a training step's softmax
+        self.sample_chances: Tensor | None = None  # (V,), to estimate the MLM loss in training
         self.pooler = nn.Linear(size, size) if "nsp" in heads else None
         self.mlm = MaskedLMHead(config, vocab_size) if "mlm" in heads else None
         self.nsp = nn.Linear(size, 2) if "nsp" in heads else None
@@ -91,11 +90,6 @@ class PretrainingModel(Encoder):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
-
-    def sample_softmax(self, counts: Tensor, size: int) -> None:
-        """Let a training step estimate the MLM loss from a sample of `size` tokens of the
-        vocabulary, given the counts of all in the corpus, (V,)."""
-        self.sample_chances = sample_chances(counts, size)
 
     @torch.no_grad()
     def start_at_frequencies(self, counts: Tensor) -> None:

@@ -100,7 +100,7 @@ def test_training_samples_and_evaluation_scores_all(store, vocabulary) -> None:
     batch = BatchSource(store, PairsConfig(max_seq_length=48), seed=5).batch(0, 6)
     everything, wanted = model(batch)[0], model.score(batch)[0]
     operations = model.count_flops(batch)
-    model.sample_softmax(torch.ones(model.vocab_size), 100)
+    model.sample_chances = sample_chances(torch.ones(model.vocab_size), 100)
     torch.manual_seed(0)
     first, second = model(batch)[0], model(batch)[0]
     assert len({row[0].item() for row in (everything, first, second)}) == 3
