@@ -42,7 +42,7 @@ def load_export(folder: Path) -> PretrainingModel:
     )
     for part in filter(Path.exists, (folder, folder / GENERATOR)):
         check_weights(part)
-        check_settings(part, read_settings(part))
+        check_settings(part)
     pieces = len(read_vocabulary(folder))
     check(
         pieces == settings["vocab_size"],
@@ -58,12 +58,10 @@ def load_export(folder: Path) -> PretrainingModel:
         ) from None
 
 
-def check_settings(folder: Path, settings: dict) -> ModelConfig:
-    """Check the `config.json` of a folder, and that this machine has the memory for its model.
-
-    Returns the section `model` of it. Raises `UserError`.
-    """
-    path = folder / "config.json"
+def check_settings(folder: Path) -> None:
+    """Raise `UserError` if the `config.json` of a folder is wrong, or this machine has not the
+    memory for its model."""
+    settings, path = read_settings(folder), folder / "config.json"
     model = ModelConfig(**read_hf_config(settings, path))
     try:
         model.validate()
@@ -71,7 +69,6 @@ def check_settings(folder: Path, settings: dict) -> ModelConfig:
         check_memory(model, pieces, "none", 1, machine_memory())
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return model
 
 
 def load_pretrained(loader: type, folder: Path, **options) -> Any:
@@ -79,7 +76,7 @@ def load_pretrained(loader: type, folder: Path, **options) -> Any:
 
     Raises `UserError` for whatever that class raises, since somebody else may have made the folder.
     """
-    check_settings(folder, read_settings(folder))
+    check_settings(folder)
     check_weights(folder)
     try:
         return loader.from_pretrained(folder, trust_remote_code=False, **options)
