@@ -162,8 +162,7 @@ def check_fingerprint(
         raise UserError(f"{run_dir} is the run of another config: {'; '.join(changed)}. {advice}")
     lines = []
     if moved or before != after:
-        was, now = (rate_at(f["phases"], f["train.schedule"], f["train.decay_power"], step)
-                    for f in (saved, wanted))  # fmt: skip
+        was, now = rate_at(saved, step), rate_at(wanted, step)
         lines.append(
             f"from step {step:,} to {after:,} in place of {before:,}: the learning rate goes on at "
             f"{now:.3g}, it would have been {was:.3g}"
@@ -196,20 +195,19 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
         yield f"phases that are over ended at {ends}"
 
 
-def rate_at(phases: list[dict], schedule: str, decay_power: float, step: int) -> float:
-    """Compute the learning rate of a step from a fingerprint's phases; 0 after the last."""
+def rate_at(fingerprint: dict, step: int) -> float:
+    """Compute the learning rate of a step from a fingerprint; 0 after the last phase."""
+    phases = fingerprint["phases"]
     if step >= phases[-1]["end"]:
         return 0.0
     phase = next(phase for phase in phases if step < phase["end"])
-    train = SimpleNamespace(**phase, schedule=schedule, decay_power=decay_power)
+    schedule, power = fingerprint["train.schedule"], fingerprint["train.decay_power"]
+    train = SimpleNamespace(**phase, schedule=schedule, decay_power=power)
     return learning_rate(step - phase["schedule_start"], train)
 
 
 def same_rates(saved: dict, wanted: dict, step: int) -> bool:
     """Tell whether both fingerprints give the steps before `step` the same learning rates."""
     steps = np.unique(np.linspace(0, step - 1, min(step, RATES_COMPARED)).astype(int)).tolist()
-    rates = [
-        [rate_at(f["phases"], f["train.schedule"], f["train.decay_power"], s) for s in steps]
-        for f in (saved, wanted)
-    ]
+    rates = [[rate_at(f, s) for s in steps] for f in (saved, wanted)]
     return np.allclose(*rates, rtol=1e-9, atol=0)
