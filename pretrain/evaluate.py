@@ -134,13 +134,12 @@ def evaluate(
     tokens = torch.zeros(len(GROUPS), 4, dtype=torch.float64, device=device)
     others = torch.zeros(len(model.objectives) - 1, ROW, dtype=torch.float64, device=device)
     curve = torch.zeros(2, BINS, dtype=torch.float64, device=device)
-    bf16 = accelerator.mixed_precision == "bf16"
     for batch, groups, is_counted in held_out.batches:
         if agree_on_signal(accelerator):
             model.train()
             return None
         batch = batch.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with accelerator.autocast():
             losses, ranks, rows, scored = model.score(batch)
         if not is_counted:
             continue

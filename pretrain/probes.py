@@ -48,8 +48,8 @@ def score_sentences(
     advance: is told the number of tokens of each pass, as `count_work` counts them.
     """
     distinct = sorted(set(map(tuple, sentences)), key=len)
-    scores = torch.zeros(len(distinct), dtype=torch.float64, device=accelerator.device)
-    device, bf16 = accelerator.device, accelerator.mixed_precision == "bf16"
+    device = accelerator.device
+    scores = torch.zeros(len(distinct), dtype=torch.float64, device=device)
     copies = MaskedCopies(distinct, vocabulary, within_word, is_whole=model.rtd is not None)
     passes = list(copies.passes(PASS_TOKENS.get(device.type, PASS_TOKENS["cuda"])))
     rank, ranks = accelerator.process_index, accelerator.num_processes
@@ -59,7 +59,7 @@ def score_sentences(
         # equally many passes on each rank, since a sharded model needs all ranks in each of them;
         # the repeated ones at the end do not count
         batch, sentence = copies.build(*passes[i % len(passes)])
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with accelerator.autocast():
             batch = batch.to(device)
             losses = judge_sentences(model, batch) if model.rtd else model.score(batch)[0]
         if i < len(passes):
@@ -221,11 +221,10 @@ def fill_masks(
         cu_seqlens, masked, ids[masked], torch.zeros_like(lengths), int(lengths.max()),
     )  # fmt: skip
     check(model.mlm is not None, "the model has no head for masked tokens; give its generator")
-    device, was_training = accelerator.device, model.training
-    bf16 = accelerator.mixed_precision == "bf16"
+    was_training = model.training
     model.eval()
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        logits = model.logits(batch.to(device))[0]
+    with accelerator.autocast():
+        logits = model.logits(batch.to(accelerator.device))[0]
     model.train(was_training)
     best = logits.float().softmax(-1).topk(k)
     found: list[list] = [[] for _ in sentences]
