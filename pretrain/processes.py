@@ -47,13 +47,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     cuda = torch.cuda.is_available()
     if not cuda:
         configure_cpu()
-    precision = settings.precision
-    if precision == "auto":
-        if cuda:
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            fast = cpu_supports("avx512_bf16")
-        precision = "bf16" if fast else "fp32"
+    precision = choose_precision(settings.precision, cuda)
     timeout = timedelta(seconds=settings.timeout_s)
     join_restarted(timeout)
     accelerator = Accelerator(
@@ -71,6 +65,15 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     for phase in phases:
         count_passes(phase.train.global_batch_size, phase.train.micro_batch_size, world_size)
     return accelerator
+
+
+def choose_precision(asked: str, on_gpu: bool) -> str:
+    """Choose for `auto` bf16 where there are instructions for it, else fp32."""
+    if asked != "auto":
+        return asked
+    if on_gpu:
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if cpu_supports("avx512_bf16") else "fp32"
 
 
 def join_restarted(timeout: timedelta) -> None:
