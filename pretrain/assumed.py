@@ -48,10 +48,8 @@ BYTES_PER_TOKEN = 4.6  # if there is no text to measure; Chinese 3.1
 # preparation
 TOKENS_PER_SECOND = 3.1e6  # per core; 14.5 MB of English
 SEGMENTED_PER_SECOND = 1.2e6  # with a word segmenter
-START_SECONDS, VOCABULARY_SECONDS = (
-    2,
-    5,
-)  # processes; 30,522 pieces from 20 M tokens
+START_SECONDS = 2  # of the processes
+VOCABULARY_SECONDS = 5  # of 30,522 pieces from 20 M tokens
 MOST_VOCABULARY_SECONDS = 120  # at most 4 M distinct words are kept
 
 
