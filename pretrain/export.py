@@ -352,20 +352,18 @@ def read_run_config(run_dir: Path) -> Config:
         raise UserError(f"{path} is not the config of a run: {reason}") from None
 
 
-def keep_known(given: dict, schema: type) -> dict:
+def keep_known(given, schema: type):
     """Drop the keys of `given` that `schema` lacks, in its sections and lists of sections too."""
+    if isinstance(given, list):
+        return [keep_known(item, schema) for item in given]
+    if not isinstance(given, dict):
+        return given
     kept = {}
     for name, hint in get_type_hints(schema).items():
         if name in given:
             section = next(filter(is_dataclass, (hint, *get_args(hint))), None)
-            kept[name] = keep_known_in(given[name], section) if section else given[name]
+            kept[name] = keep_known(given[name], section) if section else given[name]
     return kept
-
-
-def keep_known_in(value, section: type):
-    if isinstance(value, list):
-        return [keep_known_in(item, section) for item in value]
-    return keep_known(value, section) if isinstance(value, dict) else value
 
 
 def push(out_dir: Path, repo_id: str, private: bool) -> str:
