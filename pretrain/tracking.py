@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.folders import write_file
 from data_pipeline.common.reading import COUNT, check_regular, find_fault
 from data_pipeline.config import check, load_config
 from pretrain.config import Config
@@ -45,9 +46,7 @@ class Tracker:
             with open(aside, "ab") as file:
                 file.writelines(line + b"\n" for line in damaged)
             print(f"warning: {len(damaged)} damaged lines of {self.path} are now in {aside}")
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(to_json(line) + "\n" for line in kept))
-        temporary.replace(self.path)
+        write_file(self.path, "".join(to_json(line) + "\n" for line in kept).encode())
         self.file = open(self.path, "a")
         self.reporter = None
         if reports:
