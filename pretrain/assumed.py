@@ -27,11 +27,7 @@ from data_pipeline.corpus.sources import (
 )
 from data_pipeline.sampling.token_store import SPECIAL_TOKENS, TokenStore, Vocabulary
 from data_pipeline.vocabulary.existing import final_size, read_existing
-from data_pipeline.vocabulary.training import (
-    DEFAULT_SIZE,
-    SIZE_MULTIPLE,
-    build_normalizer,
-)
+from data_pipeline.vocabulary.training import DEFAULT_SIZE, SIZE_MULTIPLE, build_normalizer
 from data_pipeline.vocabulary.words import WordSplitter
 
 # the synthetic store

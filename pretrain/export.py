@@ -50,16 +50,10 @@ from pretrain.export_folder import (
 )
 from pretrain.families import hf_config
 from pretrain.model_card import generator_card, list_hashes, model_card, project_version
-from pretrain.models.bert import (
-    PretrainingModel,
-    resize_positions,
-    settle_embeddings,
-)
+from pretrain.models.bert import PretrainingModel, resize_positions, settle_embeddings
 from pretrain.models.build import count_parameters, model_of
 from pretrain.models.electra import GENERATOR
-from pretrain.read_export import (
-    read_model,
-)
+from pretrain.read_export import read_model
 
 WEIGHTS = ("model.safetensors", PYTORCH_BIN)
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")

@@ -10,30 +10,19 @@ from typing import TextIO
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    broadcast,
-)
+from accelerate.utils import broadcast
 from omegaconf import OmegaConf
 
 from data_pipeline.common.errors import UserError, red
-from data_pipeline.common.folders import (
-    check_space,
-)
+from data_pipeline.common.folders import check_space
 from data_pipeline.common.reading import read_json
 from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import PROBES_FILE, check
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.soundness import check_data
-from data_pipeline.sampling.token_store import (
-    TokenStore,
-    held_out_shortfall,
-    read_vocabulary,
-)
-from pretrain.checkpoint import (
-    load_model,
-    load_optimizers,
-)
+from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
+from pretrain.checkpoint import load_model, load_optimizers
 from pretrain.config import Config, Phase, count_kept, phases_of
 from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut, sample_counts

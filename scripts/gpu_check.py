@@ -30,14 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.nn.functional as F
-from bench_model import (
-    Task,
-    make_task,
-    measure_alone,
-    ours,
-    peer,
-    train_steps,
-)
+from bench_model import Task, make_task, measure_alone, ours, peer, train_steps
 from safetensors.torch import load_file
 from torch import Tensor
 

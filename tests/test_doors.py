@@ -40,12 +40,7 @@ from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_source
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
-from data_pipeline.vocabulary.existing import (
-    load_tokenizer,
-    load_whole,
-    read_existing,
-    write_whole,
-)
+from data_pipeline.vocabulary.existing import load_tokenizer, load_whole, read_existing, write_whole
 from data_pipeline.vocabulary.words import PreTokens
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config

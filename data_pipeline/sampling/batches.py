@@ -35,13 +35,7 @@ from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import start_thread
 from data_pipeline.config import PairsConfig, check
 from data_pipeline.sampling.masking import SPANS, choose_words, replace_tokens, starts_span
-from data_pipeline.sampling.pairs import (
-    PAIR,
-    SPECIALS,
-    cut_segments,
-    deal_documents,
-    draw_pairs,
-)
+from data_pipeline.sampling.pairs import PAIR, SPECIALS, cut_segments, deal_documents, draw_pairs
 from data_pipeline.sampling.token_store import StoreView, TokenStore, Vocabulary, count_parts
 
 BLOCK_TOKENS = 1 << 16  # small batches are built together, up to this many tokens

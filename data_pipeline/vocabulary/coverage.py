@@ -13,11 +13,7 @@ from tokenizers import Tokenizer, models
 from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
 from data_pipeline.sampling.token_store import SPECIAL_TOKENS, Vocabulary
-from data_pipeline.vocabulary.training import (
-    WordCounts,
-    build_normalizer,
-    build_tokenizer,
-)
+from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer
 from data_pipeline.vocabulary.words import END, WordSplitter
 
 LONGEST = 10  # number of longest pieces to show

@@ -15,14 +15,7 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, read_manifest
 from pretrain import loss
 from pretrain.config import ModelConfig
-from pretrain.evaluate import (
-    GROUPS,
-    HeldOut,
-    evaluate,
-    frequency_bands,
-    token_groups,
-    word_sizes,
-)
+from pretrain.evaluate import GROUPS, HeldOut, evaluate, frequency_bands, token_groups, word_sizes
 from pretrain.models.bert import PretrainingModel
 
 TINY = ModelConfig(

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_pairs import (
-    make_store,
-    reference_chosen,
-    reference_replaced,
-    small_vocabulary,
-)
+from reference_pairs import make_store, reference_chosen, reference_replaced, small_vocabulary
 
 from data_pipeline.common.streams import derive_stream, random_u64
 from data_pipeline.config import PairsConfig
