@@ -170,7 +170,7 @@ class Chaos:
         points = [point for point in points if point in calls]
         point = points[number // len(choices) % len(points)]
         call = rng.randint(1, calls.count(point))
-        fault = fault.format(stop=STOPS[number % 3], size=rng.choice([50_000, 200_000]))
+        fault = fault.format(stop=STOPS[number % len(STOPS)], size=rng.choice([50_000, 200_000]))
         folder = self.out / f"{kind}-{number}"
         plan = {"point": point, "number": call, "rank": rank, "fault": fault}
         first = self.launch(folder, kind, processes, "first", **plan)
@@ -316,4 +316,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this
     run_command(main)

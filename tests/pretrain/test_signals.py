@@ -20,8 +20,9 @@ from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from pretrain.run_folder import lock_run
 
 SEND = """
-import os, runpy
+import os, runpy, signal
 import {module} as module
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 real, calls = module.{name}, []
 def planted(*arguments, **options):
     calls.append(arguments)
@@ -113,7 +114,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(
     prepared: Path, straight: Path, tmp_path: Path
 ) -> None:
     """Closing the other end of a terminal sends SIGHUP, and fails all further writing to it."""
-    wait = f"arguments[1] == 6 and (open('{tmp_path}/here', 'w'), __import__('signal').pause())"
+    wait = f"arguments[1] == 6 and (open('{tmp_path}/here', 'w'), signal.pause())"
     code = SEND.format(**LOOP, condition=wait, rank=0, numbers=[])
     words = ["-c", code, *command(prepared, tmp_path / "run")[2:]]
     done = fork(["-c", HANG_UP, str(tmp_path / "here"), *words])
