@@ -19,8 +19,8 @@ class ModelConfig:
     size."""
 
     architecture: str = "bert"
-    """Family: `bert`, `roberta`, `albert` or `electra`, rows of `pretrain/families.py`, which has
-    their defaults."""
+    """Family: `bert`, `roberta`, `xlm-roberta`, `camembert`, `albert` or `electra`, rows of
+    `pretrain/families.py`, which has their defaults."""
     hidden_size: int = number(768, "[1, 65536]")
     """Width D of the encoder."""
     num_hidden_layers: int = number(12, "[1, 1000]")

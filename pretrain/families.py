@@ -6,7 +6,7 @@ This needs no torch, so that a config is read fast.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -236,6 +236,13 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
         head_act="gelu",
     ),
 }
+
+for kind, title, prefix in (  # RoBERTa's computation, with tokenizers and text of their own
+    ("xlm-roberta", "XLM-RoBERTa", "XLMRoberta"),  # Conneau et al. 2019, arXiv:1911.02116
+    ("camembert", "CamemBERT", "Camembert"),  # Martin et al. 2019, arXiv:1911.03894
+):
+    names = {"title": title, "prefix": prefix, "masked_lm": f"{prefix}ForMaskedLM"}
+    FAMILIES[kind] = replace(FAMILIES["roberta"], **names)
 
 
 def hf_config(

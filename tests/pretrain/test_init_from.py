@@ -99,9 +99,9 @@ CLASSES = {  # transformers' class -> (data.objective, its own settings)
     "ElectraForPreTraining": ("none", {"embedding_size": 8}),
     "AlbertForPreTraining": ("sop", ALBERT),
     "AlbertForMaskedLM": ("none", ALBERT),
-    "RobertaForMaskedLM": (
-        "none",
-        {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 65},
+    **dict.fromkeys(
+        ("RobertaForMaskedLM", "XLMRobertaForMaskedLM", "CamembertForMaskedLM"),
+        ("none", {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 65}),
     ),
 }
 
