@@ -15,6 +15,7 @@ masks are not stored, because they are drawn anew in every epoch.
 import errno
 import hashlib
 import tokenize
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -80,16 +81,22 @@ class Vocabulary:
     def of(cls, pieces: list[str], sha256: str = "") -> "Vocabulary":
         """Build a vocabulary from its pieces in the order of their ids.
 
-        It is no WordPiece if a tenth of the pieces have one of the marks `BEGINS`.
+        It is no WordPiece if more pieces have one of the marks `BEGINS` than begin with ##. Where
+        they are less than a tenth, as in Chinese, marks do not tell words, and each piece is one.
         """
-        marks = [piece[:1] for piece in pieces]
-        begin = next((mark for mark in BEGINS if 10 * marks.count(mark) > len(pieces)), None)
+        counts = Counter(piece[:1] for piece in pieces)
+        inside = np.array([piece.startswith("##") for piece in pieces], bool)
+        begin = max(BEGINS, key=lambda mark: counts[mark])
+        begin = begin if counts[begin] > inside.sum() else None
         ends = {"[": "]"} if begin is None else {"[": "]", "<": ">"}
         named = np.array([len(p) > 2 and ends.get(p[0]) == p[-1] for p in pieces], bool)
+        named |= np.isin(pieces, list(OTHER_NAMES.values()))
         if begin is None:
-            continues = np.array([p.startswith("##") for p in pieces], bool)
+            continues = inside
+        elif 10 * counts[begin] > len(pieces):
+            continues = ~named & np.array([piece[:1] != begin for piece in pieces])
         else:
-            continues = ~named & np.array([mark != begin for mark in marks])
+            continues = np.zeros(len(pieces), bool)
         return cls(pieces, sha256, continues, np.flatnonzero(~named), begin)
 
     def __len__(self) -> int:

@@ -19,7 +19,12 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.report.audit import decode
 from data_pipeline.sampling.batches import BatchSource
-from data_pipeline.sampling.token_store import TokenStore, list_pieces, read_vocabulary
+from data_pipeline.sampling.token_store import (
+    TokenStore,
+    Vocabulary,
+    list_pieces,
+    read_vocabulary,
+)
 from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
 from data_pipeline.vocabulary.words import END, PreTokens, carry_spaces
 
@@ -111,6 +116,24 @@ def test_sequences_are_enclosed_and_masked_by_its_special_tokens(data: Path):
     assert len(special) == 5
     assert not np.isin(special, vocabulary.ordinary).any()
     assert not vocabulary.continues[special].any()
+
+
+@pytest.mark.parametrize("mark, first", [("Ġ", "æĪĳ"), ("▁", "我")])
+@pytest.mark.parametrize("names", [ROBERTAS, ALBERTS])
+def test_special_tokens_are_told_where_few_pieces_begin_with_a_space(mark, first, names):
+    pieces = [*names, mark, f"{mark}the", "##", *(first + str(i) for i in range(100)), "<od>"]
+    vocabulary = Vocabulary.of(pieces)
+    assert vocabulary.begin == mark
+    assert not vocabulary.continues.any()  # the marks do not tell words
+    assert not {pieces[i] for i in vocabulary.ordinary} & {*names, "<od>"}
+    assert len(vocabulary.ordinary) == len(pieces) - len(names) - 1
+
+
+def test_special_tokens_of_a_wordpiece_are_told_by_robertas_names_too():
+    vocabulary = Vocabulary.of([*ROBERTAS, "▁", "Ġ", "Ġu", "a", *(f"##{c}" for c in "abc")])
+    assert vocabulary.begin is None
+    assert vocabulary.continues.sum() == 3
+    assert vocabulary.ordinary.tolist() == list(range(5, 12))
 
 
 def test_transformers_reads_the_same_ids_from_the_files_written(data: Path, folder: Path):
