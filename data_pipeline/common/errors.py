@@ -18,6 +18,11 @@ class Stopped(BaseException):
     """
 
 
+def is_fault(error: BaseException) -> bool:
+    """Tell an error, or a panic of a library in Rust, which is no `Exception`, from a signal."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 START_AGAIN = 75  # exit code EX_TEMPFAIL of sysexits.h: the same command goes on
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, is_fault
 from data_pipeline.common.reading import COUNT, read_json, read_utf8
 from data_pipeline.config import VocabConfig, check
 from data_pipeline.sampling.token_store import Vocabulary, list_pieces
@@ -47,7 +47,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.model.tokenize("\U0010fffd")  # a unigram model without [UNK] fails here
-    except Exception as error:  # the library raises no class of its own
+        tokenizer.encode("Some text.")  # and rules that the library takes, but cannot follow, here
+    except BaseException as error:  # the library raises no class of its own
+        if not is_fault(error):
+            raise
         raise UserError(f"{path} is no tokenizer: {error}; {ADVICE}") from None
     read = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     check(read == pieces, f"{path} has added tokens with the ids of other pieces; {ADVICE}")
@@ -167,7 +170,10 @@ def pieces_of(tokenizer: dict, path: Path) -> list[str]:
     """Read the pieces of a `tokenizer.json` by id; raises `UserError` unless each has one."""
     ids = list_pieces(tokenizer)
     pieces = sorted(ids, key=ids.get)
-    check([ids[p] for p in pieces] == list(range(len(ids))), f"{path}: ids are not 0 to {len(ids)}")
+    check(
+        [ids[p] for p in pieces] == list(range(len(ids))),
+        f"{path}: ids are not 0 to {len(ids) - 1}",
+    )
     own = list_pieces({"model": tokenizer["model"]})
     added = [
         token["content"]

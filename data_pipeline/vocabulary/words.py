@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, is_fault
 from data_pipeline.common.plug_ins import load_plug_in
 from data_pipeline.common.reading import clip
 from data_pipeline.common.streams import GOLDEN, mix
@@ -125,7 +125,12 @@ class PreTokens:
     def __call__(self, text: str) -> Words:
         words: list[bytes] = []
         for sentence in text.split("\n")[:-1]:
-            words += [*map(str.encode, self.split(sentence)), END]
+            try:
+                words += [*map(str.encode, self.split(sentence)), END]
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                raise UserError(f"the tokenizer fails at {clip(sentence)}: {error}") from None
         sizes = np.array([len(word) for word in words], np.int64)
         ends = np.cumsum(sizes)
         return Words(b"".join(words), ends - sizes, ends)

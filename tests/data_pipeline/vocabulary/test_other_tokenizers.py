@@ -218,6 +218,31 @@ def test_what_cannot_be_taken_whole_is_said(folder: Path, tmp_path: Path, edit, 
         read_existing(VocabConfig(path=path))
 
 
+ODD_RULES = [
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    {"post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+     | {"single": [{"SpecialToken": {"id": "X", "type_id": 0}}]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", ODD_RULES)
+def test_rules_that_panic_are_refused(folder: Path, tmp_path: Path, rules: dict):
+    change(folder, tmp_path, lambda value: value.update(rules))
+    with pytest.raises(UserError, match="is no tokenizer: .*put a sound copy there"):
+        load_tokenizer(tmp_path)
+
+
+def test_text_that_a_rule_fails_at_is_named(folder: Path, tmp_path: Path):
+    rule = {"type": "Split", "pattern": {"Regex": "([b-y]|[b-y]{2}|[a-z]+)+$^"}}
+    rule |= {"behavior": "Isolated", "invert": False}
+    change(folder, tmp_path, lambda value: value.update(pre_tokenizer=rule, normalizer=None))
+    split = PreTokens(load_tokenizer(tmp_path))
+    assert list(split("a 1\n"))
+    with pytest.raises(UserError, match="the tokenizer fails at 'b+"):
+        split("bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb\n")
+
+
 def test_it_is_not_extended_and_takes_no_segmenter(folder: Path, prepared: Path, tmp_path: Path):
     with pytest.raises(UserError, match="vocab.extend cannot add to it"):
         read_existing(VocabConfig(path=str(folder), extend=10))
