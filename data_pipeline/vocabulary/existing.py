@@ -180,10 +180,12 @@ def pieces_of(tokenizer: dict, path: Path) -> list[str]:
         for token in tokenizer.get("added_tokens", [])
         if token["content"] not in own and not token.get("special")
     ]
+    is_wordpiece = tokenizer["model"].get("type", "WordPiece") == "WordPiece"
+    cure = "put them into vocab.txt as pieces, and delete tokenizer.json"
     check(
         not added,
-        f"{path} has {len(added)} added tokens outside its vocabulary ({added[:1]}...); put them "
-        f"into vocab.txt as pieces, and delete tokenizer.json",
+        f"{path} has {len(added)} added tokens outside its vocabulary ({added[:1]}...); "
+        f"{cure if is_wordpiece else 'give a tokenizer without them'}",
     )
     return pieces
 
@@ -198,6 +200,12 @@ def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Pa
         f"{kind}, and no pre-tokeniser to tell words by; give another",
     )
     check(not model.get("dropout"), f"{kind}, and drops merges at random; set its dropout to null")
+    added = [t["content"] for t in tokenizer.get("added_tokens", []) if not t.get("special")]
+    check(
+        not added,
+        f"{kind}, and {len(added)} added tokens ({added[:1]}...) that divide text before them; "
+        "take them out of added_tokens, which leaves them pieces",
+    )
     broken = [piece for piece in pieces if "\n" in piece]
     check(not broken, f"{kind}, and a piece with a line end, {broken[:1]}, which is not served")
 

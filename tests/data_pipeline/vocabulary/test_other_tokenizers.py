@@ -196,6 +196,13 @@ def add_word(value: dict) -> None:
     value["added_tokens"].append(entry | {"id": len(list_pieces(value))})
 
 
+def add_piece(value: dict) -> None:
+    vocab = value["model"]["vocab"]
+    piece, number = (vocab[50][0], 50) if isinstance(vocab, list) else ("a", vocab["a"])
+    entry = dict(value["added_tokens"][0], content=piece, id=number, special=False)
+    value["added_tokens"].append(entry)
+
+
 def drop_mask(value: dict) -> None:
     value["added_tokens"] = [t for t in value["added_tokens"] if "mask" not in t["content"].lower()]
     vocab = value["model"]["vocab"]
@@ -207,7 +214,8 @@ def drop_mask(value: dict) -> None:
     "edit, message",
     [
         (lambda value: value.update(pre_tokenizer=None), "no pre-tokeniser to tell words by"),
-        (add_word, "1 added tokens outside"),
+        (add_word, "1 added tokens outside its vocabulary .*give a tokenizer without them"),
+        (add_piece, "1 added tokens .* that divide text before them; take them out"),
         (drop_mask, r"lacks \[MASK\]"),
         (lambda value: value["model"].update(vocab=[1]), "no list of .piece, score."),
     ],
