@@ -23,8 +23,8 @@ from data_pipeline.config import CorpusConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk, Rejects
 from data_pipeline.corpus.selection import Selection, read_selected, text_hash
 from data_pipeline.sampling.soundness import SPLITS
-from data_pipeline.sampling.token_store import read_vocabulary
-from data_pipeline.vocabulary.existing import load_tokenizer, load_whole
+from data_pipeline.sampling.token_store import BYTES_BEGIN, read_vocabulary
+from data_pipeline.vocabulary.existing import is_whole, load_tokenizer, load_whole
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer
 from data_pipeline.vocabulary.words import (
     END,
@@ -34,8 +34,8 @@ from data_pipeline.vocabulary.words import (
     WordIndex,
     WordSplitter,
     carry_spaces,
+    find_units,
     load_segmenter,
-    number_pre_tokens,
     number_units,
     number_words,
 )
@@ -62,8 +62,7 @@ def scan_group(
         sentences.i4    words in each sentence
         documents.i4    sentences in each document
         counts.npy      occurrences of each word number
-        units.u1        whether a masking unit starts at each word; only with a word segmenter, or a
-                        tokenizer of another kind than BERT's
+        units.u1        whether a masking unit starts at each word; only with a word segmenter
     """
     source, rejects = corpus.each_source()[group[0].source], Rejects()
     split = sentence_splitter(source.language, source.sentence_splitter)
@@ -107,7 +106,7 @@ def choose_numbering(
     whole: a tokenizer of another kind than BERT's, whose words are taken.
     """
     if whole:
-        return partial(number_pre_tokens, split=PreTokens(whole), index=index)
+        return partial(number_words, split=PreTokens(whole), index=index)
     splitter = WordSplitter(build_normalizer(vocab))
     if segment:
         return partial(number_units, units=UnitIndex(index, splitter), segment=segment)
@@ -188,15 +187,20 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path) -> None:
     tokenize, unknown = load_tokenizer(vocab_dir).model.tokenize, [vocabulary["[UNK]"]]
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
     ids, ends = array("I"), array("I", [0])  # word 0 marks the end of a sentence
+    units = [] if is_whole(vocab_dir) else None
     for word in words[1:]:
         ids.extend([token.id for token in tokenize(word)] or unknown)
+        if units is not None:
+            pieces = [vocabulary.pieces[i] for i in ids[ends[-1] :]]
+            units += find_units(pieces, vocabulary.begin == BYTES_BEGIN)
         ends.append(len(ids))
     table, ends = np.array(ids, dtype_of(len(vocabulary))), np.array(ends, np.int32)
+    units = None if units is None else np.array(units, bool)
     lengths = np.diff(ends, prepend=np.int32(0))
     starts = ends - lengths
     with sealed_folder(out, shared=True) as folder:
         entries = {
-            split: encode_split(scan / split, folder / split, table, starts, lengths)
+            split: encode_split(scan / split, folder / split, table, starts, lengths, units)
             for split in SPLITS
             if (scan / split / "documents.i4").stat().st_size
         }
@@ -204,11 +208,18 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path) -> None:
 
 
 def encode_split(
-    scan: Path, out: Path, table: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    scan: Path,
+    out: Path,
+    table: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    units: np.ndarray | None,
 ) -> dict[str, int]:
     """Encode one split of a scan, and return its numbers of tokens, sentences and documents.
 
     table: token ids of all words, end to end. starts, lengths: of each word's ids in it.
+    units: bool, whether a masking unit starts at each token of the table; None: the tokens or a
+    word segmenter tell.
     """
     out.mkdir()
     sizes = np.fromfile(scan / "documents.i4", "<i4")
@@ -223,19 +234,23 @@ def encode_split(
         offsets[a + 1 : b + 1] = np.add.reduceat(n, edges[a:b] - edges[a])
     np.cumsum(offsets, out=offsets)
 
-    def encode_batches() -> Iterator[np.ndarray]:
+    def take(values: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the value of each token, from those of the table."""
         for a, b in pairwise(bounds):
             part = words[edges[a] : edges[b]]
             n = lengths[part]
             source = np.repeat(starts[part] - (np.cumsum(n, dtype=np.int32) - n), n)
             source += np.arange(len(source), dtype=np.int32)
-            yield table[source]
+            yield values[source]
 
     n_tokens = int(offsets[-1])
-    write_array(out / "tokens.npy", table.dtype, n_tokens, encode_batches())
-    if (scan / "units.u1").exists():
-        units = np.memmap(scan / "units.u1", "?", "r")
-        write_word_starts(out / "word_starts.npy", n_tokens, words, units, lengths)
+    write_array(out / "tokens.npy", table.dtype, n_tokens, take(table))
+    if units is not None:
+        bits = pack_bits(take(units))
+        write_array(out / "word_starts.npy", np.uint8, (n_tokens + 7) // 8, bits)
+    elif (scan / "units.u1").exists():
+        of_words = np.memmap(scan / "units.u1", "?", "r")
+        write_word_starts(out / "word_starts.npy", n_tokens, words, of_words, lengths)
     save_array(out / "sentence_offsets.npy", offsets)
     save_array(out / "document_offsets.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
     return {"tokens": n_tokens, "sentences": len(sentences), "documents": len(sizes)}

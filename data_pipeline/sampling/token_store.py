@@ -5,7 +5,8 @@ A folder per split (`train`, `held_out`) holds one file per array, whatever the 
     tokens.npy             uint16 or uint32; the token ids
     sentence_offsets.npy   int64; token at which each sentence starts, and the end
     document_offsets.npy   int64; sentence at which each document starts, and the end
-    word_starts.npy        one bit per token; only with `corpus.word_segmenter`
+    word_starts.npy        one bit per token; only with `corpus.word_segmenter`, or a tokenizer of
+                           another kind than BERT's
     run_edges.npy          int64; only in a large store (see `find_run_edges`)
 
 Sentences lie one after another, so that any segment of a document is a slice of `tokens`. Pairs and
@@ -37,7 +38,8 @@ SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 where we train them
 OTHER_NAMES = {"[PAD]": "<pad>", "[UNK]": "<unk>", "[CLS]": "<s>", "[SEP]": "</s>"}
 OTHER_NAMES["[MASK]"] = "<mask>"  # as RoBERTa and SentencePiece call them
-BEGINS = ("Ġ", "▁")  # marks of a piece that begins a word: byte-level BPE's, SentencePiece's
+BYTES_BEGIN = "Ġ"  # mark of a piece with a space before it, in byte-level BPE
+BEGINS = (BYTES_BEGIN, "▁")  # and in SentencePiece
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
 DTYPES = {"tokens": ("<u2", "<u4"), "word_starts": ("|u1",)}  # of the others: int64
@@ -89,8 +91,9 @@ class Vocabulary:
         begin = max(BEGINS, key=lambda mark: counts[mark])
         begin = begin if counts[begin] > inside.sum() else None
         ends = {"[": "]"} if begin is None else {"[": "]", "<": ">"}
-        named = np.array([len(p) > 2 and ends.get(p[0]) == p[-1] for p in pieces], bool)
-        named |= np.isin(pieces, list(OTHER_NAMES.values()))
+        others = set(OTHER_NAMES.values())
+        named = [len(p) > 2 and ends.get(p[0]) == p[-1] or p in others for p in pieces]
+        named = np.array(named, bool)
         if begin is None:
             continues = inside
         elif 10 * counts[begin] > len(pieces):

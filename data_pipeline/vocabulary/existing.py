@@ -65,9 +65,12 @@ def load_whole(vocab: VocabConfig) -> Tokenizer | None:
         return None
     path = Path(vocab.path).expanduser()
     folder = path if path.is_dir() else path.parent
-    if is_berts(read_optional(folder / "tokenizer.json", TOKENIZER)):
-        return None
-    return load_tokenizer(folder)
+    return load_tokenizer(folder) if is_whole(folder) else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Tell whether the tokenizer in a folder is of another kind than BERT's."""
+    return not is_berts(read_optional(folder / "tokenizer.json", TOKENIZER))
 
 
 def read_existing(vocab: VocabConfig) -> list[str]:

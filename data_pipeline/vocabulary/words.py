@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers.decoders import ByteLevel
 
 from data_pipeline.common.errors import UserError, is_fault
 from data_pipeline.common.plug_ins import load_plug_in
@@ -29,6 +30,15 @@ BETWEEN, INSIDE, ALONE = range(3)  # a byte is between words, in a word, or a wo
 SHORT = 16  # most bytes of a word that is kept in the arrays of a `WordTable`
 SLOTS = 1 << 18  # words in these arrays
 LINE_ENDS = re.compile("[\0\n\r]")  # in a word they would end it, in the files of a scan
+# letters of scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han
+UNSPACED = re.compile(
+    "[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+# pieces that begin inside a character, at one of the bytes 80 to BF, by how pieces write a byte
+MIDDLE = {
+    True: re.compile("[\u00a1-\u00ac\u00ae-\u00bf\u0122-\u0143]"),
+    False: re.compile("<0x[89AB]"),
+}
 FREE = np.uint64(2**64 - 1)  # marks a free slot: cannot occur in UTF-8
 LOST = "the words of a segmenter must give the text again, with every space"
 Segmenter = Callable[[str], list[str]]
@@ -150,15 +160,16 @@ def carry_spaces(sentences: list[str]) -> list[str]:
     return [gap + sentence for gap, sentence in zip(["", *ends], bare, strict=False)]
 
 
-def number_pre_tokens(
-    sentences: list[str], split: PreTokens, index: "WordIndex"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Number the words of sentences: returns what `number_units` does, each word a masking unit.
+def find_units(pieces: list[str], is_bytes: bool) -> list[bool]:
+    """Tell at which pieces of a pre-token a masking unit starts: at the first, and, where a script
+    has no spaces, so that a pre-token is a clause, at each that begins a character.
 
-    The pieces do not tell: a comma has no mark, and yet is a word of its own.
+    is_bytes: whether the pieces are of byte-level BPE.
     """
-    numbers, sizes = number_words(sentences, split, index)
-    return numbers, sizes, np.ones(len(numbers), bool)
+    text = ByteLevel().decode(pieces) if is_bytes else "".join(pieces)
+    if not UNSPACED.search(text):
+        return [i == 0 for i in range(len(pieces))]
+    return [i == 0 or not MIDDLE[is_bytes].match(piece) for i, piece in enumerate(pieces)]
 
 
 class CharacterTable(dict):

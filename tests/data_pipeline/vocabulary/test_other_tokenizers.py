@@ -102,6 +102,35 @@ def test_words_are_the_pre_tokens_of_the_tokenizer(data: Path):
         assert vocabulary.continues[comma] and starts[store.tokens == comma].mean() > 0.8
 
 
+CHINESE = (
+    "他们在北京的大学里学习中文。雪山和沙漠都很远！ABC公司 1998年 𠀀𠀁吧。"
+    "ภาษาไทยไม่มีช่องว่าง ひらがなとカタカナ naïve café"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_words_have_no_spaces_each_character_can_be_masked_alone(
+    kind: str, prepared: Path, tmp_path: Path
+):
+    """Their pre-tokens are clauses; the ids of a character's bytes stay together."""
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    KINDS[kind](text[:20000] + CHINESE).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    (tmp_path / "a.txt").write_text(f"{CHINESE}\n\n{CHINESE}\n", encoding="utf-8")
+    prepare_with(tmp_path / "a.txt", tmp_path / "data", tmp_path, held_out_fraction=0)
+    vocabulary = read_vocabulary(tmp_path / "data/vocab")
+    store = TokenStore.open(tmp_path / "data/store", "train", vocabulary)
+    starts = store.starts_word(np.arange(len(store)))
+    words = np.split(store.tokens, np.flatnonzero(starts)[1:])
+    texts = [tokenizer.decode(word.tolist()).strip() for word in words]
+    assert "\ufffd" not in "".join(texts)
+    if kind == "byte-level BPE":
+        assert "".join(texts) == 2 * CHINESE.replace(" ", "")
+        assert {"1998", "naïve", "café"} <= set(texts)
+    han = [text for text in texts if any("\u3040" < c < "\ua000" or c > "\uffff" for c in text)]
+    assert len(han) > 20 and max(map(len, han)) <= 2
+
+
 def test_sequences_are_enclosed_and_masked_by_its_special_tokens(data: Path):
     vocabulary = read_vocabulary(data / "vocab")
     names = [vocabulary.pieces[vocabulary[name]] for name in ("[CLS]", "[SEP]", "[MASK]")]
