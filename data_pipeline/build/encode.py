@@ -10,7 +10,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +81,10 @@ def scan_group(
                 number = text_hash(data)
                 held_out = number < selected.limit
                 document, copies = selected.take(document, number, held_out, rejects)
-                sentences = list(split_sentences(document, split))
-                sentences = carry_spaces(sentences) if whole else sentences
+                lines = document.split("\n") if whole else [document]
+                parts = (list(split_sentences(line, split)) for line in lines)
+                parts = map(carry_spaces, parts) if whole else parts  # none goes on to a next line
+                sentences = list(chain.from_iterable(parts))
                 taken = len(document.encode("utf-8", "replace"))  # may have lost paragraphs
                 for _ in range(copies):
                     writers[SPLITS[held_out]].add(sentences, taken)

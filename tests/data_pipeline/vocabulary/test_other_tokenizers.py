@@ -86,6 +86,19 @@ def test_a_space_between_sentences_begins_the_second():
     assert carry_spaces([]) == []
 
 
+def test_spaces_at_the_end_of_a_line_do_not_begin_the_next(folder: Path, tmp_path: Path):
+    lines = ["One is here.  Two is there. \u3000", "Three is next.\t ", "  Four is led by two.  "]
+    text = "\n".join(lines)
+    (tmp_path / "a.txt").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
+    prepare_with(tmp_path / "a.txt", tmp_path / "data", folder, held_out_fraction=0)
+    store = TokenStore.open(
+        tmp_path / "data/store", "train", read_vocabulary(tmp_path / "data/vocab")
+    )
+    tokenizer = load_tokenizer(folder)
+    wanted = [tokenizer.encode(line.rstrip(), add_special_tokens=False).ids for line in lines]
+    assert store.tokens.tolist() == 2 * sum(wanted, [])
+
+
 def test_words_are_the_pre_tokens_of_the_tokenizer(data: Path):
     tokenizer = load_tokenizer(data / "vocab")
     vocabulary = read_vocabulary(data / "vocab")
