@@ -88,6 +88,8 @@ def export(
         if model.config.type_vocab_size == 1:  # a second segment would have a type of its own
             settings["model_input_names"] = ["input_ids", "attention_mask"]
         write_json(folder / "tokenizer_config.json", settings)
+        if model.nsp:
+            enclose_pairs(folder)
         weights = model.config.family.to_hf(model.state_dict())
         weights = {n: t.to(getattr(torch, dtype)).contiguous() for n, t in weights.items()}
         sick = name_not_finite(weights)
@@ -125,6 +127,25 @@ def export(
             f"note: {out_dir} also holds {', '.join(others)}, which this export did not write; a "
             "loader may read them instead of model.safetensors, so remove what you do not need"
         )
+
+
+def enclose_pairs(folder: Path) -> None:
+    """Have the `tokenizer.json` of a folder enclose pairs as training did, [CLS] A [SEP] B [SEP] of
+    types 0 and 1; RoBERTa's tokenizers have two [SEP] between them, and no types."""
+    vocabulary, path = read_vocabulary(folder), folder / "tokenizer.json"
+    tokenizer = read_json(path, dict, "put a sound copy back")
+
+    def special(name: str, segment: int) -> dict:
+        return {"SpecialToken": {"id": vocabulary.pieces[vocabulary[name]], "type_id": segment}}
+
+    single = [special("[CLS]", 0), {"Sequence": {"id": "A", "type_id": 0}}, special("[SEP]", 0)]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}, special("[SEP]", 1)]
+    names = {vocabulary.pieces[vocabulary[name]]: vocabulary[name] for name in ("[CLS]", "[SEP]")}
+    tokens = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in names.items()}
+    rule = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+    if tokenizer.get("post_processor") != rule:
+        text = json.dumps(tokenizer | {"post_processor": rule}, ensure_ascii=False, indent=2)
+        path.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: dict) -> None:

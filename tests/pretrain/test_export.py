@@ -21,6 +21,7 @@ from helpers import ROOT, check_hashes, contents, fork, train_here
 from huggingface_hub import RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
+from other_tokenizers import train_byte_level
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -29,6 +30,7 @@ from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.vocabulary.existing import write_whole
 from pretrain.checkpoint import hash_file, load_model, save_checkpoint
 from pretrain.config import Config, ModelConfig
 from pretrain.export import export, find_manifest, read_run_config
@@ -121,6 +123,29 @@ def run_dir(prepared: Path, store: TokenStore, tmp_path_factory: pytest.TempPath
         save_checkpoint(run_dir / "checkpoints", model, [], state, keep=2).result()
     OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
     return run_dir
+
+
+@pytest.mark.parametrize("objective", ["nsp", "none"])
+def test_a_tokenizer_encloses_pairs_as_training_did(
+    prepared: Path, tmp_path: Path, objective: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    tokenizer = train_byte_level(text)
+    (tmp_path / "data/vocab").mkdir(parents=True)
+    write_whole(tmp_path / "data/vocab", tokenizer)
+    config = replace(TINY, pad_token_id=1)
+    objectives = objectives_of(objective)
+    model = PretrainingModel(config, tokenizer.get_vocab_size(), objectives)
+    write(model, tmp_path, tmp_path / "out")
+    a, b = (tokenizer.encode(t, add_special_tokens=False).ids for t in ("One, two.", "Three."))
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")("One, two.", "Three.")
+    if objective == "none":  # as in RoBERTa, whose pairs no pretraining saw
+        assert found["input_ids"] == [0, *a, 2, 2, *b, 2]
+    else:
+        assert found["input_ids"] == [0, *a, 2, *b, 2]
+        assert found["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (1e5, "float16")])
