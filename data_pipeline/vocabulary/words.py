@@ -34,11 +34,6 @@ LINE_ENDS = re.compile("[\0\n\r]")  # in a word they would end it, in the files 
 UNSPACED = re.compile(
     "[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
-# pieces that begin inside a character, at one of the bytes 80 to BF, by how pieces write a byte
-MIDDLE = {
-    True: re.compile("[\u00a1-\u00ac\u00ae-\u00bf\u0122-\u0143]"),
-    False: re.compile("<0x[89AB]"),
-}
 FREE = np.uint64(2**64 - 1)  # marks a free slot: cannot occur in UTF-8
 LOST = "the words of a segmenter must give the text again, with every space"
 Segmenter = Callable[[str], list[str]]
@@ -161,15 +156,23 @@ def carry_spaces(sentences: list[str]) -> list[str]:
 
 
 def find_units(pieces: list[str], is_bytes: bool) -> list[bool]:
-    """Tell at which pieces of a pre-token a masking unit starts: at the first, and, where a script
-    has no spaces, so that a pre-token is a clause, at each that begins a character.
+    """Tell at which pieces of a pre-token a masking unit starts: at the first, and, since a clause
+    of a script without spaces is one pre-token, at each that begins such a letter or follows one.
 
-    is_bytes: whether the pieces are of byte-level BPE.
+    is_bytes: whether the pieces are of byte-level BPE, where a letter can be several.
     """
     text = ByteLevel().decode(pieces) if is_bytes else "".join(pieces)
     if not UNSPACED.search(text):
         return [i == 0 for i in range(len(pieces))]
-    return [i == 0 or not MIDDLE[is_bytes].match(piece) for i, piece in enumerate(pieces)]
+    sizes = [len(letter.encode()) if is_bytes else 1 for letter in text]
+    alone = np.repeat([UNSPACED.match(letter) is not None for letter in text], sizes)
+    is_start = np.zeros(len(alone), bool)
+    is_start[np.cumsum(sizes) - sizes] = True
+    is_start[1:] &= alone[1:] | alone[:-1]
+    starts = np.cumsum([0, *map(len, pieces)])
+    if starts[-1] != len(is_start):  # the vocabulary lacks some bytes
+        return [True] * len(pieces)
+    return is_start[starts[:-1]].tolist()
 
 
 class CharacterTable(dict):

@@ -26,7 +26,7 @@ from data_pipeline.sampling.token_store import (
     read_vocabulary,
 )
 from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
-from data_pipeline.vocabulary.words import END, PreTokens, carry_spaces
+from data_pipeline.vocabulary.words import END, PreTokens, carry_spaces, find_units
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -139,9 +139,21 @@ def test_where_words_have_no_spaces_each_character_can_be_masked_alone(
     assert "\ufffd" not in "".join(texts)
     if kind == "byte-level BPE":
         assert "".join(texts) == 2 * CHINESE.replace(" ", "")
-        assert {"1998", "naïve", "café"} <= set(texts)
+        assert {"ABC", "1998", "naïve", "café"} <= set(texts)
     han = [text for text in texts if any("\u3040" < c < "\ua000" or c > "\uffff" for c in text)]
     assert len(han) > 20 and max(map(len, han)) <= 2
+
+
+def test_units_begin_at_letters_that_need_no_spaces():
+    def units(*pieces: str, is_bytes: bool = False) -> str:
+        marks = zip(find_units(list(pieces), is_bytes), pieces, strict=True)
+        return "".join(f"|{piece}" if starts else piece for starts, piece in marks)
+
+    assert units("▁un", "know", "n") == "|▁unknown"
+    assert units("▁", "iP", "hone", "手", "机壳", "5", "G") == "|▁iPhone|手|机壳|5G"
+    assert units("▁", "我", "<0xE9>", "<0xBE>", "<0x98>", "们") == "|▁|我|<0xE9><0xBE><0x98>|们"
+    assert units("ä¸", "Ń", "æĸĩ", "A", "BC", is_bytes=True) == "|ä¸Ń|æĸĩ|ABC"  # 中文ABC
+    assert units("ä¸", "æĸĩ", is_bytes=True) == "|ä¸|æĸĩ"  # a byte is missing
 
 
 def test_sequences_are_enclosed_and_masked_by_its_special_tokens(data: Path):
