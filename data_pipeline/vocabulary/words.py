@@ -23,9 +23,11 @@ from data_pipeline.common.errors import UserError, is_fault
 from data_pipeline.common.plug_ins import load_plug_in
 from data_pipeline.common.reading import clip
 from data_pipeline.common.streams import GOLDEN, mix
+from data_pipeline.sampling.token_store import BEGINS
 
 END = b"\0"  # end of a sentence; not in any word, because control characters were removed
 CUT, CUT_MARK = "\ud800", b"\1"  # between words of a segmenter, before and after the table
+JOINED = "\udc00"  # begins a sentence that follows another without a space
 BETWEEN, INSIDE, ALONE = range(3)  # a byte is between words, in a word, or a word by itself
 SHORT = 16  # most bytes of a word that is kept in the arrays of a `WordTable`
 SLOTS = 1 << 18  # words in these arrays
@@ -141,18 +143,24 @@ class PreTokens:
         return Words(b"".join(words), ends - sizes, ends)
 
     def split(self, sentence: str) -> list[str]:
-        text = LINE_ENDS.sub(" ", sentence.encode("utf-8", "replace").decode())
+        text = sentence.removeprefix(JOINED).encode("utf-8", "replace").decode()
+        text = LINE_ENDS.sub(" ", text)
         if self.normalizer is not None:
             text = LINE_ENDS.sub(" ", self.normalizer.normalize_str(text))
-        return [word for word, _ in self.pre_tokenizer.pre_tokenize_str(text) if word]
+        words = [word for word, _ in self.pre_tokenizer.pre_tokenize_str(text)]
+        if sentence.startswith(JOINED) and words and words[0].startswith(BEGINS):
+            words[0] = words[0][1:]  # a space that is not there
+        return list(filter(None, words))
 
 
 def carry_spaces(sentences: list[str]) -> list[str]:
-    """Move the space between two sentences of a document from the end of the first to the start of
-    the second, where byte-level BPE has it."""
-    bare = [sentence.rstrip() for sentence in sentences]
-    ends = [s[len(kept) :] for s, kept in zip(sentences, bare, strict=True)]
-    return [gap + sentence for gap, sentence in zip(["", *ends], bare, strict=False)]
+    """Move the space between two sentences of a line from the end of the first to the start of the
+    second, where byte-level BPE has it; `JOINED` where there is none, as in Chinese."""
+    out = [sentence.rstrip() for sentence in sentences]
+    for i in range(1, len(out)):
+        out[i] = sentences[i - 1][len(sentences[i - 1].rstrip()) :] + out[i]
+        out[i] = out[i] if out[i][:1].isspace() else JOINED + out[i]
+    return out
 
 
 def find_units(pieces: list[str], is_bytes: bool) -> list[bool]:

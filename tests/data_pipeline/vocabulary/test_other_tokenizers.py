@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_tokenizers import ALBERTS, KINDS, ROBERTAS, train_byte_level
-from tokenizers import Tokenizer
+from other_tokenizers import ALBERTS, KINDS, ROBERTAS, train_byte_level, train_unigram
+from tokenizers import Tokenizer, pre_tokenizers
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.probes import encode_texts
@@ -26,7 +26,7 @@ from data_pipeline.sampling.token_store import (
     read_vocabulary,
 )
 from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
-from data_pipeline.vocabulary.words import END, PreTokens, carry_spaces, find_units
+from data_pipeline.vocabulary.words import END, JOINED, PreTokens, carry_spaces, find_units
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -69,21 +69,39 @@ def test_a_store_holds_the_ids_that_the_tokenizer_gives_each_document(
         found += read_documents(TokenStore.open(data / "store", split, vocabulary))
     found = {tuple(sum(sentences, [])) for sentences in found}
     texts = (prepared / "topics.txt").read_text(encoding="utf-8").split("\n\n")
-    split, wanted = sentence_splitter("en"), set()
+    wanted = set()
     for text in map(str.strip, filter(str.strip, texts)):
-        parts = [line.rstrip() for line in text.split("\n")]  # the spaces between sentences count
-        if vocabulary.begin == "▁":  # where a sentence begins without a space, one is made up
-            parts = carry_spaces(list(split_sentences(text, split)))
-        ids = [tokenizer.encode(part, add_special_tokens=False).ids for part in parts]
+        lines = [line.rstrip() for line in text.split("\n")]  # the spaces between sentences count
+        ids = [tokenizer.encode(line, add_special_tokens=False).ids for line in lines]
         wanted.add(tuple(sum(ids, [])))
     assert found == wanted
 
 
 def test_a_space_between_sentences_begins_the_second():
     split = sentence_splitter("en")
-    sentences = list(split_sentences("One is here. Two is there.\nThree is last. ", split))
-    assert carry_spaces(sentences) == ["One is here.", " Two is there.", "Three is last."]
+    sentences = list(split_sentences("One is here. Two is there.“Three” is last. ", split))
+    wanted = ["One is here.", " Two is there.", f"{JOINED}“Three” is last."]
+    assert carry_spaces(sentences) == wanted
     assert carry_spaces([]) == []
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_sentence_that_follows_without_a_space_begins_without_one(
+    prepared: Path, tmp_path: Path, scheme: str
+):
+    """SentencePiece puts a space before any text that it is given."""
+    text = "他们来了。雪山很远！ The sun.他们"
+    topics = (prepared / "topics.txt").read_text(encoding="utf-8")
+    tokenizer = train_unigram(topics[:20000] + " ".join(text))
+    split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
+    prepare_with(tmp_path / "a.txt", tmp_path / "data", tmp_path, held_out_fraction=0)
+    vocabulary = read_vocabulary(tmp_path / "data/vocab")
+    store = TokenStore.open(tmp_path / "data/store", "train", vocabulary)
+    ids = load_tokenizer(tmp_path).encode(text, add_special_tokens=False).ids
+    assert store.tokens.tolist() == 2 * ids
 
 
 def test_spaces_at_the_end_of_a_line_do_not_begin_the_next(folder: Path, tmp_path: Path):
@@ -109,6 +127,7 @@ def test_words_are_the_pre_tokens_of_the_tokenizer(data: Path):
     for word in words[:2000]:
         text = decode(vocabulary, word)
         ids = {tuple(tokenizer.encode(t, add_special_tokens=False).ids) for t in (text, " " + text)}
+        ids.add(tuple(token.id for token in tokenizer.model.tokenize(text)))  # after no space
         assert tuple(word.tolist()) in ids
     if vocabulary.begin == "Ġ":  # punctuation is a word of its own, though it has no mark
         comma = vocabulary[","]
