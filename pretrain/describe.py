@@ -48,10 +48,10 @@ def describe_start(
 
 def show_sequence(batch: Batch, vocabulary: Vocabulary, objective: str) -> str:
     """Format a batch of one sequence: pair label, tokens, and MLM labels in parentheses."""
-    pieces = vocabulary.pieces
+    show = vocabulary.show
     labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
     words = (
-        pieces[token] + (f"({pieces[labels[i]]})" if i in labels else "")
+        show(token) + (f"({show(labels[i])})" if i in labels else "")
         for i, token in enumerate(batch.input_ids.tolist())
     )
     label = LABELS[objective][int(batch.next_sentence_label)]

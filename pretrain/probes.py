@@ -231,7 +231,7 @@ def fill_masks(
     for i, tokens, p in zip(
         sequence[masked].tolist(), best.indices.tolist(), best.values.tolist(), strict=True
     ):
-        found[i].append([(vocabulary.pieces[t], value) for t, value in zip(tokens, p, strict=True)])
+        found[i].append([(vocabulary.show(t), value) for t, value in zip(tokens, p, strict=True)])
     return found
 
 

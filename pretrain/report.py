@@ -417,9 +417,7 @@ def find_neighbours(run: RunRecord) -> dict | None:
         return None
     if not len(vocabulary) == len(vectors) == len(bias):
         return None
-    pieces = vocabulary.pieces
-    if vocabulary.begin:
-        pieces = [piece.removeprefix(vocabulary.begin) for piece in pieces]
+    pieces = list(map(vocabulary.show, range(len(vocabulary))))
     words = [i for i in vocabulary.ordinary.tolist() if pieces[i].isalpha()]
     words = [i for i in words if not vocabulary.continues[i]]
     words = sorted(words, key=lambda i: -bias[i])[:NEAR]

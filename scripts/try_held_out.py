@@ -97,7 +97,7 @@ def main() -> None:
         for (tokens, truth), (best,) in zip(hidden, filled, strict=True):
             print(f"  {decode(vocabulary, tokens)}")
             candidates = ", ".join(f"{piece} {p:.0%}" for piece, p in best)
-            print(f"    {candidates}; the truth: {vocabulary.pieces[truth]}")
+            print(f"    {candidates}; the truth: {vocabulary.show(truth)}")
 
     torch.manual_seed(0)
     fresh = PretrainingModel(model.config, len(vocabulary), model.objectives)

@@ -95,13 +95,16 @@ def audit_vocabulary(store: TokenStore) -> dict:
     """Measure how well the vocabulary fits the text, and the unigram entropy of its tokens in
     nats."""
     vocabulary, counts = store.vocabulary, store.token_counts()
-    bare = [piece.removeprefix("##").lstrip(vocabulary.begin or "") for piece in vocabulary.pieces]
+    bare = [vocabulary.show(i).removeprefix("##") for i in range(len(vocabulary))]
     single = np.array([len(piece) == 1 and piece.isalpha() for piece in bare])
     share = counts / counts.sum()
     used = share[share > 0]
+    words = counts[~vocabulary.continues].sum()
+    if store.word_starts is not None:
+        words = np.bitwise_count(store.word_starts).sum()
     return {
         "pieces": len(vocabulary),
-        "tokens_per_word": float(1 / share[~vocabulary.continues].sum()),
+        "tokens_per_word": float(len(store) / words),
         "unknown": float(share[vocabulary["[UNK]"]]),
         "single_letters": float(share[single].sum()),
         "never_used": float((share[vocabulary.ordinary] == 0).mean()),

@@ -40,6 +40,10 @@ OTHER_NAMES = {"[PAD]": "<pad>", "[UNK]": "<unk>", "[CLS]": "<s>", "[SEP]": "</s
 OTHER_NAMES["[MASK]"] = "<mask>"  # as RoBERTa and SentencePiece call them
 BYTES_BEGIN = "Ġ"  # mark of a piece with a space before it, in byte-level BPE
 BEGINS = (BYTES_BEGIN, "▁")  # and in SentencePiece
+PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that are a letter there
+BYTES = {chr(byte): byte for byte in PLAIN} | {
+    chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(PLAIN)))
+}  # letter of byte-level BPE -> byte (Radford et al. 2019)
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
 DTYPES = {"tokens": ("<u2", "<u4"), "word_starts": ("|u1",)}  # of the others: int64
@@ -108,6 +112,16 @@ class Vocabulary:
     def __getitem__(self, piece: str) -> int:
         """Return the id of a piece; a special token is found by BERT's name too."""
         return self.ids[piece if piece in self.ids else OTHER_NAMES.get(piece, piece)]
+
+    def show(self, token: int) -> str:
+        """Return a piece as people read it, without the mark of a space; bytes as their text."""
+        piece = self.pieces[token]
+        if self.begin is None:
+            return piece
+        shown = piece.replace(self.begin, " ")
+        if self.begin == BYTES_BEGIN:
+            shown = bytes(BYTES.get(c, 32) for c in piece).decode("utf-8", "replace")
+        return shown.strip() or piece
 
     @cached_property
     def ids(self) -> dict[str, int]:

@@ -490,8 +490,8 @@ def test_a_model_brings_its_tokenizer_of_another_kind(
         "fill-mask", model=masked_lm.from_pretrained(out), tokenizer=kept, device="cpu"
     )
     (found,) = fill_mask(load_export(out), out, sentence.replace(kept.mask_token, "[MASK]"))
-    for (piece, p), wanted in zip(found, pipe(sentence), strict=True):
-        assert kept.convert_tokens_to_ids(piece) == wanted["token"]
+    for (shown, p), wanted in zip(found, pipe(sentence), strict=True):
+        assert shown == kept.decode([wanted["token"]]).strip() or shown == "▁"
         assert p == pytest.approx(wanted["score"], rel=1e-4)
     again = read_config(prepared, out, "vocab.size=null", "data.objective=none")
     model, line = start(again)

@@ -17,7 +17,7 @@ from data_pipeline.build.probes import encode_texts
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
-from data_pipeline.report.audit import decode
+from data_pipeline.report.audit import audit_vocabulary, decode
 from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import (
     TokenStore,
@@ -124,6 +124,7 @@ def test_words_are_the_pre_tokens_of_the_tokenizer(data: Path):
     starts = store.starts_word(np.arange(len(store)))
     words = np.split(store.tokens, np.flatnonzero(starts)[1:])
     assert 1.05 * len(words) < len(store)
+    assert audit_vocabulary(store)["tokens_per_word"] == pytest.approx(len(store) / len(words))
     for word in words[:2000]:
         text = decode(vocabulary, word)
         ids = {tuple(tokenizer.encode(t, add_special_tokens=False).ids) for t in (text, " " + text)}
@@ -161,6 +162,15 @@ def test_where_words_have_no_spaces_each_character_can_be_masked_alone(
         assert {"ABC", "1998", "naïve", "café"} <= set(texts)
     han = [text for text in texts if any("\u3040" < c < "\ua000" or c > "\uffff" for c in text)]
     assert len(han) > 20 and max(map(len, han)) <= 2
+
+
+def test_pieces_are_shown_as_people_read_them(data: Path):
+    vocabulary, tokenizer = read_vocabulary(data / "vocab"), load_tokenizer(data / "vocab")
+    for i, piece in enumerate(vocabulary.pieces):
+        text = tokenizer.decode([i], skip_special_tokens=False)
+        assert vocabulary.show(i) == (text.strip() or piece)
+    vocabulary = Vocabulary.of(["[PAD]", "a", "##b"])
+    assert [vocabulary.show(i) for i in range(3)] == vocabulary.pieces
 
 
 def test_units_begin_at_letters_that_need_no_spaces():
