@@ -64,12 +64,16 @@ def finished_folders(data_dir: Path) -> set[str]:
 
 @pytest.fixture
 def cluster():
-    """The address of two dask workers, a process each, that die for good when they are killed."""
+    """The address of two dask workers, a process each, that die for good when they are killed.
+
+    Each is given one task at a time: dask blames those that wait at a worker for its end too.
+    """
     import dask
     from distributed import LocalCluster
 
+    settings = {"allowed-failures": 2, "worker-saturation": 1.0}
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 2}),
+        dask.config.set({f"distributed.scheduler.{name}": v for name, v in settings.items()}),
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
         ) as local,
