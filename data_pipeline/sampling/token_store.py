@@ -101,7 +101,8 @@ class Vocabulary:
         if begin is None:
             continues = inside
         elif 10 * counts[begin] > len(pieces):
-            continues = ~named & np.array([piece[:1] != begin for piece in pieces])
+            inside = [p[:1] != begin and any(map(str.isalnum, p)) for p in pieces]  # no comma
+            continues = ~named & np.array(inside)
         else:
             continues = np.zeros(len(pieces), bool)
         return cls(pieces, sha256, continues, np.flatnonzero(~named), begin)
