@@ -209,7 +209,7 @@ def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Pa
         f"{kind}, and {len(added)} added tokens ({added[:1]}...) that divide text before them; "
         "take them out of added_tokens, which leaves them pieces",
     )
-    broken = [piece for piece in pieces if "\n" in piece]
+    broken = [piece for piece in pieces if {"\n", "\r"} & {*piece}]
     check(not broken, f"{kind}, and a piece with a line end, {broken[:1]}, which is not served")
 
 
