@@ -286,6 +286,11 @@ def add_piece(value: dict) -> None:
     value["added_tokens"].append(entry)
 
 
+def add_line_end(value: dict) -> None:
+    entry = dict(value["added_tokens"][0], content="a\rb", special=True)
+    value["added_tokens"].append(entry | {"id": len(list_pieces(value))})
+
+
 def drop_mask(value: dict) -> None:
     value["added_tokens"] = [t for t in value["added_tokens"] if "mask" not in t["content"].lower()]
     vocab = value["model"]["vocab"]
@@ -300,6 +305,7 @@ def drop_mask(value: dict) -> None:
         (add_word, "1 added tokens outside its vocabulary .*give a tokenizer without them"),
         (add_piece, "1 added tokens .* that divide text before them; take them out"),
         (drop_mask, r"lacks \[MASK\]"),
+        (add_line_end, "a piece with a line end"),
         (lambda value: value["model"].update(vocab=[1]), "no list of .piece, score."),
     ],
 )
