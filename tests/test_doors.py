@@ -41,7 +41,7 @@ from data_pipeline.corpus.sources import list_source
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer, load_whole, read_existing, write_whole
-from data_pipeline.vocabulary.words import PreTokens
+from data_pipeline.vocabulary.words import END, IdWords, WordIndex, find_units, read_ids, write_ids
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config
 from pretrain.export import export_checkpoint, read_run_config, read_run_state
@@ -229,8 +229,10 @@ def test_a_tokenizer_of_another_kind(prepared: Path, tmp_path: Path, kind: str) 
     def read() -> None:
         pieces = read_existing(vocab)
         if whole := load_whole(vocab):
-            words = list(PreTokens(whole)(f"{text[:500]}\n"))
-            assert len([whole.model.tokenize(word.decode()) for word in words]) > 1
+            index = WordIndex({END: 0})
+            IdWords(whole, index)([f"{line}\n" for line in text[:500].split("\n")])
+            ids = [read_ids(write_ids(word).decode()) for word in list(index)[1:]]
+            assert [find_units([pieces[i] for i in some], is_bytes=True) for some in ids]
             write_whole(tmp_path / "out", whole)
             assert read_vocabulary(tmp_path / "out").pieces == pieces
             load_tokenizer(tmp_path / "out").encode("some text")

@@ -28,16 +28,18 @@ from data_pipeline.vocabulary.existing import is_whole, load_tokenizer, load_who
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer
 from data_pipeline.vocabulary.words import (
     END,
-    PreTokens,
+    IdWords,
     Segmenter,
     UnitIndex,
     WordIndex,
     WordSplitter,
-    carry_spaces,
     find_units,
+    keep_spaces,
     load_segmenter,
     number_units,
     number_words,
+    read_ids,
+    write_ids,
 )
 
 BATCH_CHARACTERS = 1 << 17  # characters to number at once: they fit the processor's cache
@@ -56,7 +58,7 @@ def scan_group(
 
     group: neighbours of one source.
 
-    Files: `words.txt` (word i on line i), `stats.json`, and for each split
+    Files: `words.txt` (word i on line i, or its ids), `stats.json`, and for each split
 
         words.u4        the number of each word
         sentences.i4    words in each sentence
@@ -83,7 +85,8 @@ def scan_group(
                 document, copies = selected.take(document, number, held_out, rejects)
                 lines = document.split("\n") if whole else [document]
                 parts = (list(split_sentences(line, split)) for line in lines)
-                parts = map(carry_spaces, parts) if whole else parts  # none goes on to a next line
+                if whole:
+                    parts = map(keep_spaces, lines, parts)
                 sentences = list(chain.from_iterable(parts))
                 taken = len(document.encode("utf-8", "replace"))  # may have lost paragraphs
                 for _ in range(copies):
@@ -93,7 +96,7 @@ def scan_group(
             hashes.append(chunk_hash.hexdigest())
         stats = {name: writer.close() for name, writer in writers.items()}
         stats |= {"bytes": size, "read": read, "rejects": rejects.causes, "sha256": "".join(hashes)}
-        (folder / "words.txt").write_bytes(b"\n".join(index))
+        (folder / "words.txt").write_bytes(b"\n".join(map(write_ids, index) if whole else index))
         for split in SPLITS:
             counts = count_words(folder / split / "words.u4", len(index))
             save_array(folder / split / "counts.npy", counts)
@@ -108,7 +111,7 @@ def choose_numbering(
     whole: a tokenizer of another kind than BERT's, whose words are taken.
     """
     if whole:
-        return partial(number_words, split=PreTokens(whole), index=index)
+        return IdWords(whole, index)
     splitter = WordSplitter(build_normalizer(vocab))
     if segment:
         return partial(number_units, units=UnitIndex(index, splitter), segment=segment)
@@ -186,15 +189,18 @@ def encode_scan(scan: Path, out: Path, vocab_dir: Path) -> None:
     Also writes `entries.json`, the sizes of each split that is not empty.
     """
     vocabulary = read_vocabulary(vocab_dir)
-    tokenize, unknown = load_tokenizer(vocab_dir).model.tokenize, [vocabulary["[UNK]"]]
+    whole, unknown = is_whole(vocab_dir), [vocabulary["[UNK]"]]
+    tokenize = None if whole else load_tokenizer(vocab_dir).model.tokenize
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
     ids, ends = array("I"), array("I", [0])  # word 0 marks the end of a sentence
-    units = [] if is_whole(vocab_dir) else None
+    units = [] if whole else None
     for word in words[1:]:
-        ids.extend([token.id for token in tokenize(word)] or unknown)
-        if units is not None:
+        if whole:
+            ids.extend(read_ids(word))
             pieces = [vocabulary.pieces[i] for i in ids[ends[-1] :]]
             units += find_units(pieces, vocabulary.begin == BYTES_BEGIN)
+        else:
+            ids.extend([token.id for token in tokenize(word)] or unknown)
         ends.append(len(ids))
     table, ends = np.array(ids, dtype_of(len(vocabulary))), np.array(ends, np.int32)
     units = None if units is None else np.array(units, bool)

@@ -192,8 +192,9 @@ class Work:
         # the pieces of another kind of tokenizer do not tell how it divides text
         known = [*self.existing, self.whole.to_str()] if self.whole else self.existing
         self.settings = store_settings(self.corpus, vocab, self.chunks, known)
-        # versions 1 and 2 divided the text among the tasks in another way, 3 kept no checksums
-        self.name = settings_key(self.settings | {"work": 4})[:16]
+        # 1 and 2 divided the text among the tasks in another way, 3 kept no checksums, 4 had words
+        # of other tokenizers as text
+        self.name = settings_key(self.settings | {"work": 5})[:16]
         self.groups = group_chunks(self.chunks)
         self.hashed, self.scans = self.results("hashes"), self.results("scan")
         self.earlier = self.folder / f"{self.name}-earlier"
@@ -257,7 +258,7 @@ def join_words(work: Work) -> None:
         names = ", ".join(map(name_source, work.corpus.each_source()[:3]))
         raise UserError(f"{names}: {error}") from None
     kept, whole = len(work.existing), work.whole
-    report = report_vocabulary(pieces, kept, counts, unseen, work.vocab, whole)
+    report = report_vocabulary(pieces, kept, counts, unseen, work.vocab, whole is not None)
     report["accents"] = {} if whole else measure_accents(sample_text(work), work.vocab)
     with sealed_folder(work.vocab_dir) as folder:
         if whole:

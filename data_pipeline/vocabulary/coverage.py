@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
 from data_pipeline.sampling.token_store import SPECIAL_TOKENS, Vocabulary
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer
-from data_pipeline.vocabulary.words import END, WordSplitter
+from data_pipeline.vocabulary.words import END, WordSplitter, read_ids
 
 LONGEST = 10  # number of longest pieces to show
 MUCH_UNKNOWN = 0.05  # fraction of [UNK] tokens that causes a warning
@@ -27,12 +27,12 @@ def report_vocabulary(
     train: WordCounts,
     held_out: WordCounts,
     vocab: VocabConfig,
-    whole: Tokenizer | None = None,
+    whole: bool = False,
 ) -> dict:
     """Compile the report of a vocabulary: its size, its longest pieces, and how well it fits.
 
     kept: number of first pieces that come from an existing vocabulary.
-    whole: the tokenizer, if it is of another kind than BERT's.
+    whole: whether the tokenizer is of another kind than BERT's.
     Measures the fit after a quarter, a half, three quarters and all of the merges, on the held-out
     words, or on the training words if none are held out.
     """
@@ -53,7 +53,7 @@ def report_vocabulary(
         "measured_words": sum(words.values()) + words.junk,
         "sizes": [
             {"size": n}
-            | measure_fit(whole or build_tokenizer(pieces[:n], vocab), pieces[:n], words)
+            | measure_fit(None if whole else build_tokenizer(pieces[:n], vocab), pieces[:n], words)
             for n in sizes
         ],
     }
@@ -67,18 +67,21 @@ def is_merge(piece: str) -> bool:
     return len(bare(piece)) > 1 and piece not in SPECIAL_TOKENS
 
 
-def measure_fit(tokenizer: Tokenizer, pieces: list[str], words: WordCounts) -> dict[str, float]:
-    """Measure how a tokenizer divides words; pieces: by id.
+def measure_fit(
+    tokenizer: Tokenizer | None, pieces: list[str], words: WordCounts
+) -> dict[str, float]:
+    """Measure how a tokenizer divides words; None: they are those of `IdWords`. pieces: by id.
 
     Returns tokens per word (fertility), the fraction of words that are a single piece, and the
     fractions of tokens that are [UNK] or a single character of a longer word.
     """
-    tokenize, unknown = tokenizer.model.tokenize, Vocabulary.of(pieces)["[UNK]"]
-    junk = words.junk if isinstance(tokenizer.model, models.WordPiece) else 0  # one [UNK] each
+    unknown = Vocabulary.of(pieces)["[UNK]"]
+    junk = words.junk if tokenizer else 0  # one [UNK] each
     lone = [len(bare(piece)) == 1 for piece in pieces]
     tokens = whole = unknowns = characters = 0
     for word, count in words.items():
-        ids = [token.id for token in tokenize(word)] or [unknown]
+        ids = [t.id for t in tokenizer.model.tokenize(word)] if tokenizer else read_ids(word)
+        ids = ids or [unknown]
         tokens += count * len(ids)
         unknowns += count * ids.count(unknown)
         if len(ids) > 1:

@@ -16,22 +16,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
 from data_pipeline.common.errors import UserError, is_fault
 from data_pipeline.common.plug_ins import load_plug_in
 from data_pipeline.common.reading import clip
 from data_pipeline.common.streams import GOLDEN, mix
-from data_pipeline.sampling.token_store import BEGINS
+from data_pipeline.sampling.pairs import run_starts
 
 END = b"\0"  # end of a sentence; not in any word, because control characters were removed
 CUT, CUT_MARK = "\ud800", b"\1"  # between words of a segmenter, before and after the table
-JOINED = "\udc00"  # begins a sentence that follows another without a space
 BETWEEN, INSIDE, ALONE = range(3)  # a byte is between words, in a word, or a word by itself
 SHORT = 16  # most bytes of a word that is kept in the arrays of a `WordTable`
 SLOTS = 1 << 18  # words in these arrays
-LINE_ENDS = re.compile("[\0\n\r]")  # in a word they would end it, in the files of a scan
+LONG_LINE = 1 << 16  # characters to encode at once, since an encoding takes a hundred times as much
 # letters of scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han
 UNSPACED = re.compile(
     "[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -118,48 +117,79 @@ class WordSplitter:
         return len(self.pre_tokenizer.pre_tokenize_str(f"a{word}b")) == 3
 
 
-class PreTokens:
-    """Splits text with one sentence per line into the words of any tokenizer, as `WordSplitter`
-    does into BERT's.
+class IdWords:
+    """Numbers words as a tokenizer of any kind has them in running text.
 
-    A word is a pre-token, which the tokenizer's model divides into tokens without looking at its
-    neighbours. Slower than BERT's table, since each sentence goes through `tokenizers`.
+    A word is what the pre-tokeniser separates, kept as the bytes of its tokens' ids; one that goes
+    on into the next sentence is cut there. A line is encoded as a whole, since tokens may
+    depend on what is before them: SentencePiece puts a space before any text that it is given.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.normalizer, self.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    def __init__(self, tokenizer: Tokenizer, index: "WordIndex"):
+        tokenizer.encode_special_tokens = True  # a <s> in the text is text
+        self.encode, self.index = tokenizer.encode, index
 
-    def __call__(self, text: str) -> Words:
-        words: list[bytes] = []
-        for sentence in text.split("\n")[:-1]:
-            try:
-                words += [*map(str.encode, self.split(sentence)), END]
-            except BaseException as error:
-                if not is_fault(error):
-                    raise
-                raise UserError(f"the tokenizer fails at {clip(sentence)}: {error}") from None
-        sizes = np.array([len(word) for word in words], np.int64)
-        ends = np.cumsum(sizes)
-        return Words(b"".join(words), ends - sizes, ends)
+    def __call__(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Number the words of sentences from `keep_spaces`; returns what `number_words` does."""
+        numbers, sizes = [], np.zeros(len(sentences), np.int32)
+        gap = ""  # before the next part of a long line
+        for first, last in cut_lines(sentences):
+            some = [s.encode("utf-8", "replace").decode() for s in sentences[first:last]]
+            some[0] = gap + some[0]
+            line = "".join(some)
+            bare = line.rstrip()
+            gap = "" if line.endswith("\n") else line[len(bare) :]
+            found = self.encode_line(bare)
+            # a token belongs to the sentence in which it starts, or after whose text it starts
+            texts = np.cumsum([0, *map(len, some[:-1])])[:-1] + [len(s.rstrip()) for s in some[:-1]]
+            starts = np.array([start for start, _ in found.offsets], np.int64)
+            places = np.maximum.accumulate(np.searchsorted(texts, starts, side="right"))
+            is_first = run_starts(places, np.array(found.word_ids, float))  # None: nan
+            edges = [*np.flatnonzero(is_first).tolist(), len(places)]
+            ids = np.array(found.ids, "<u4").tobytes()
+            numbers += [self.index[ids[4 * a : 4 * b]] for a, b in pairwise(edges)]
+            sizes[first:last] = np.bincount(places[is_first], minlength=last - first)
+        return np.array(numbers, np.uint32), sizes
 
-    def split(self, sentence: str) -> list[str]:
-        text = sentence.removeprefix(JOINED).encode("utf-8", "replace").decode()
-        text = LINE_ENDS.sub(" ", text)
-        if self.normalizer is not None:
-            text = LINE_ENDS.sub(" ", self.normalizer.normalize_str(text))
-        words = [word for word, _ in self.pre_tokenizer.pre_tokenize_str(text)]
-        if sentence.startswith(JOINED) and words and words[0].startswith(BEGINS):
-            words[0] = words[0][1:]  # a space that is not there
-        return list(filter(None, words))
+    def encode_line(self, line: str) -> Encoding:
+        try:
+            return self.encode(line, add_special_tokens=False)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise UserError(f"the tokenizer fails at {clip(line)}: {error}") from None
 
 
-def carry_spaces(sentences: list[str]) -> list[str]:
-    """Move the space between two sentences of a line from the end of the first to the start of the
-    second, where byte-level BPE has it; `JOINED` where there is none, as in Chinese."""
-    out = [sentence.rstrip() for sentence in sentences]
-    for i in range(1, len(out)):
-        out[i] = sentences[i - 1][len(sentences[i - 1].rstrip()) :] + out[i]
-        out[i] = out[i] if out[i][:1].isspace() else JOINED + out[i]
+def write_ids(word: bytes) -> bytes:
+    """Write a word of `IdWords` as text, "71 5"; `END` is "", as it has no ids."""
+    return b" ".join(b"%d" % i for i in np.frombuffer(word, "<u4", len(word) // 4))
+
+
+def read_ids(word: str) -> list[int]:
+    """Read the ids of a word from `write_ids`."""
+    return list(map(int, word.split()))
+
+
+def cut_lines(sentences: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the lines of sentences from `keep_spaces`, [first, last), in parts if they are long."""
+    first = size = 0
+    for i, sentence in enumerate(sentences, 1):
+        size += len(sentence)
+        if sentence.endswith("\n") or size > LONG_LINE or i == len(sentences):
+            yield first, i
+            first, size = i, 0
+
+
+def keep_spaces(line: str, sentences: list[str]) -> list[str]:
+    """Give the sentences of a line the spaces after them, which a splitter may have dropped, and
+    the last one a line end."""
+    out, at = [], 0
+    for sentence in sentences:
+        start = max(line.find(sentence, at), at)  # not found: the splitter has changed it
+        out[-1:] = [last + line[at:start] for last in out[-1:]]
+        out.append(line[at:start] * (not out) + sentence)
+        at = start + len(sentence)
+    out[-1:] = [f"{last}\n" for last in out[-1:]]
     return out
 
 
@@ -238,7 +268,7 @@ class WordIndex(WordTable):
 
 
 def number_words(
-    sentences: list[str], split: WordSplitter | PreTokens, index: WordIndex
+    sentences: list[str], split: WordSplitter, index: WordIndex
 ) -> tuple[np.ndarray, np.ndarray]:
     """Number the words of sentences.
 

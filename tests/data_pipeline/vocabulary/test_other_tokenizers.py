@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_tokenizers import ALBERTS, KINDS, ROBERTAS, train_byte_level, train_unigram
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.probes import encode_texts
@@ -26,7 +27,16 @@ from data_pipeline.sampling.token_store import (
     read_vocabulary,
 )
 from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
-from data_pipeline.vocabulary.words import END, JOINED, PreTokens, carry_spaces, find_units
+from data_pipeline.vocabulary.words import (
+    END,
+    IdWords,
+    WordIndex,
+    cut_lines,
+    find_units,
+    keep_spaces,
+    read_ids,
+    write_ids,
+)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -77,44 +87,60 @@ def test_a_store_holds_the_ids_that_the_tokenizer_gives_each_document(
     assert found == wanted
 
 
-def test_a_space_between_sentences_begins_the_second():
+def test_sentences_keep_the_spaces_after_them():
     split = sentence_splitter("en")
-    sentences = list(split_sentences("One is here. Two is there.“Three” is last. ", split))
-    wanted = ["One is here.", " Two is there.", f"{JOINED}“Three” is last."]
-    assert carry_spaces(sentences) == wanted
-    assert carry_spaces([]) == []
+    line = " One is here. Two is there.“Three” is last. "
+    sentences = list(split_sentences(line, split))
+    wanted = [" One is here. ", "Two is there.", "“Three” is last. \n"]
+    assert keep_spaces(line, sentences) == wanted
+    assert keep_spaces(line, [sentence.strip() for sentence in sentences]) == [
+        *wanted[:2],
+        "“Three” is last.\n",
+    ]
+    assert keep_spaces(line, ["One", "was there."]) == [" One", "was there.\n"]
+    assert keep_spaces("", []) == []
 
 
-@pytest.mark.parametrize("scheme", ["always", "first"])
-def test_a_sentence_that_follows_without_a_space_begins_without_one(
-    prepared: Path, tmp_path: Path, scheme: str
-):
-    """SentencePiece puts a space before any text that it is given."""
-    text = "他们来了。雪山很远！ The sun.他们"
+def test_long_lines_are_encoded_in_parts(prepared: Path):
+    tokenizer = train_byte_level((prepared / "topics.txt").read_text(encoding="utf-8")[:20000])
+    sentences = ["A sentence that is here. "] * 6000 + ["The last one.\n"]
+    index = WordIndex({END: 0})
+    numbers, sizes = IdWords(tokenizer, index)(sentences)
+    words = [np.frombuffer(word, "<u4").tolist() for word in list(index)[1:]]
+    found = [token for number in numbers for token in words[number - 1]]
+    assert found == tokenizer.encode("".join(sentences).rstrip(), add_special_tokens=False).ids
+    assert len(set(sizes[1:-1].tolist())) == 1 and sizes.sum() == len(numbers)
+    assert len(list(cut_lines(sentences))) == 3
+
+
+RULES = {  # what they do depends on where a text begins
+    "a space before each text": (train_unigram, {"pre_tokenizer": Metaspace()}),
+    "a space before the first": (
+        train_unigram,
+        {"pre_tokenizer": Metaspace(prepend_scheme="first")},
+    ),
+    "no words": (train_unigram, {"pre_tokenizer": Metaspace(split=False)}),
+    "a space before bytes": (train_byte_level, {"pre_tokenizer": ByteLevel()}),
+    "no spaces at the ends": (train_byte_level, {"normalizer": normalizers.Strip()}),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_sentences_are_encoded_as_in_their_line(prepared: Path, tmp_path: Path, name: str):
+    text = "  他们来了。雪山很远！ The sun.  “他们”\t went.Then\u3000they stayed. "
     topics = (prepared / "topics.txt").read_text(encoding="utf-8")
-    tokenizer = train_unigram(topics[:20000] + " ".join(text))
-    split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    train, rules = RULES[name]
+    tokenizer = train(topics[:20000] + " ".join(text))
+    for part, rule in rules.items():
+        setattr(tokenizer, part, rule)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.txt").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
+    (tmp_path / "a.txt").write_text(f"{text}\n{text}\n\n{text}\n", encoding="utf-8")
     prepare_with(tmp_path / "a.txt", tmp_path / "data", tmp_path, held_out_fraction=0)
     vocabulary = read_vocabulary(tmp_path / "data/vocab")
     store = TokenStore.open(tmp_path / "data/store", "train", vocabulary)
-    ids = load_tokenizer(tmp_path).encode(text, add_special_tokens=False).ids
-    assert store.tokens.tolist() == 2 * ids
-
-
-def test_spaces_at_the_end_of_a_line_do_not_begin_the_next(folder: Path, tmp_path: Path):
-    lines = ["One is here.  Two is there. \u3000", "Three is next.\t ", "  Four is led by two.  "]
-    text = "\n".join(lines)
-    (tmp_path / "a.txt").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
-    prepare_with(tmp_path / "a.txt", tmp_path / "data", folder, held_out_fraction=0)
-    store = TokenStore.open(
-        tmp_path / "data/store", "train", read_vocabulary(tmp_path / "data/vocab")
-    )
-    tokenizer = load_tokenizer(folder)
-    wanted = [tokenizer.encode(line.rstrip(), add_special_tokens=False).ids for line in lines]
-    assert store.tokens.tolist() == 2 * sum(wanted, [])
+    tokenizer, found = load_tokenizer(tmp_path), store.tokens.tolist()
+    assert found == 3 * tokenizer.encode(text.rstrip(), add_special_tokens=False).ids
+    assert len(store.sentence_offsets) - 1 >= 9 and len(store.document_offsets) - 1 == 2
 
 
 def test_words_are_the_pre_tokens_of_the_tokenizer(data: Path):
@@ -236,25 +262,19 @@ def test_transformers_reads_the_same_ids_from_the_files_written(data: Path, fold
 
 
 def test_text_of_any_kind_goes_through_as_the_tokenizer_sees_it(data: Path):
-    tokenizer = load_tokenizer(data / "vocab")
-    split = PreTokens(tokenizer)
+    tokenizer, index = load_tokenizer(data / "vocab"), WordIndex({END: 0})
+    number = IdWords(load_tokenizer(data / "vocab"), index)
+    tokenizer.encode_special_tokens = True
 
     @settings(max_examples=200)
     @given(st.lists(st.text(st.characters(blacklist_characters="\n")), max_size=4))
     def goes_through(sentences: list[str]) -> None:
-        words = list(split("\n".join([*sentences, ""])))
-        assert words.count(END) == len(sentences)
-        found = []
-        for word in words:
-            assert word == END or not {b"\0", b"\n", b"\r", b""} & {word, *word.split(b" ")} - {b""}
-            if word != END:
-                found += [token.id for token in tokenizer.model.tokenize(word.decode())]
-        wanted = []
-        for sentence in sentences:
-            text = sentence.encode("utf-8", "replace").decode()
-            text = text.replace("\0", " ").replace("\r", " ")
-            wanted += tokenizer.encode(text, add_special_tokens=False).ids
-        assert found == wanted
+        numbers, sizes = number([*sentences[:-1], *(f"{s}\n" for s in sentences[-1:])])
+        words = [write_ids(list(index)[i]).decode() for i in numbers.tolist()]
+        line = "".join(sentences).encode("utf-8", "replace").decode().rstrip()
+        wanted = tokenizer.encode(line, add_special_tokens=False).ids
+        assert [token for word in words for token in read_ids(word)] == wanted
+        assert len(sizes) == len(sentences) and sizes.sum() == len(numbers)
 
     goes_through()
 
@@ -334,10 +354,10 @@ def test_text_that_a_rule_fails_at_is_named(folder: Path, tmp_path: Path):
     rule = {"type": "Split", "pattern": {"Regex": "([b-y]|[b-y]{2}|[a-z]+)+$^"}}
     rule |= {"behavior": "Isolated", "invert": False}
     change(folder, tmp_path, lambda value: value.update(pre_tokenizer=rule, normalizer=None))
-    split = PreTokens(load_tokenizer(tmp_path))
-    assert list(split("a 1\n"))
+    number = IdWords(load_tokenizer(tmp_path), WordIndex({END: 0}))
+    assert number(["a 1\n"])[1].tolist() > [0]
     with pytest.raises(UserError, match="the tokenizer fails at 'b+"):
-        split("bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb\n")
+        number(["bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb\n"])
 
 
 def test_it_is_not_extended_and_takes_no_segmenter(folder: Path, prepared: Path, tmp_path: Path):
