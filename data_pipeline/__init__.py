@@ -13,7 +13,20 @@ As a library, with the names below imported when they are first used:
     batch = BatchSource(store, config.data, config.seed).batch(0, 32)
 """
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+PROGRAM = Path("".join(sys.argv[:1]))  # of a command: a module of this project, or -m before that
+IS_COMMAND = PROGRAM.name == "-m" or Path(__file__).parents[1] in PROGRAM.absolute().parents
+if IS_COMMAND and not find_spec("omegaconf"):
+    print(
+        f"error: {sys.executable} has no omegaconf; type source .venv/bin/activate in the folder "
+        "of the project, or install what it needs: pip install -e .",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 HOMES = {
     "BatchSource": "data_pipeline.sampling.batches",

@@ -36,6 +36,18 @@ def test_the_journey_can_be_made_from_python(prepared: Path, tmp_path: Path) -> 
     assert (tmp_path / "exported/config.json").exists()
 
 
+@pytest.mark.parametrize("command", ["data_pipeline", "pretrain"])
+def test_a_command_outside_its_environment_says_what_to_do(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", command, "configs/mini.yaml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "has no omegaconf; type source .venv/bin/activate" in done.stderr
+
+
 @pytest.mark.parametrize("package", ["data_pipeline", "pretrain"])
 def test_every_public_name_is_there_and_documented(package: str) -> None:
     module = import_module(package)
