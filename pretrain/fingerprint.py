@@ -178,9 +178,8 @@ def check_fingerprint(
 
 def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str]:
     """Describe how the phases that began before `step` differ, apart from schedule lengths."""
-    for i, phase in enumerate(saved):
-        if phase["start"] >= max(step, 1):
-            break
+    begun = sum(phase["start"] < max(step, 1) for phase in saved)
+    for i, phase in enumerate(saved[:begun]):
         name = f"phase {i}: " if len(saved) > 1 else ""
         if i >= len(wanted):
             yield f"{name}it is gone"
@@ -190,9 +189,9 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
         for key in ("start", "schedule_start", *sections):
             if phase[key] != wanted[i][key]:
                 yield f"{name}{sections.get(key, key)} was {phase[key]!r}, is {wanted[i][key]!r}"
-    ends = [phase["end"] for phase in saved if phase["end"] < step]
-    if ends != [phase["end"] for phase in wanted[: len(ends)]]:
-        yield f"phases that are over ended at {ends}"
+    for i, phase in enumerate(wanted[begun:], begun):
+        if phase["start"] < step:
+            yield f"phase {i}: it is new, and would have begun at step {phase['start']:,}"
 
 
 def rate_at(fingerprint: dict, step: int) -> float:

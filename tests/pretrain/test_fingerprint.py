@@ -194,6 +194,21 @@ def test_a_phase_that_is_over_keeps_its_steps() -> None:
     assert check(two(4, 4), two(8, 8), step=2, extend=True)
 
 
+def test_a_phase_that_would_have_begun_is_refused() -> None:
+    """Its positions would never start, and its first examples never be seen."""
+
+    def phases(*steps: int) -> dict:
+        return fingerprint(f"train.phases=[{', '.join(f'{{steps: {n}}}' for n in steps)}]")
+
+    for saved, wanted in (((8,), (4, 4)), ((2, 6), (2, 2, 4)), ((2, 5, 1), (2, 2, 4))):
+        number = len(wanted) - 1
+        with pytest.raises(UserError, match=f"phase {number}: it is new, and .* begun at step 4"):
+            check(phases(*saved), phases(*wanted), step=5)
+        assert check(phases(*saved), phases(*wanted), step=4) == []
+    with pytest.raises(UserError, match="phase 1: it is gone"):
+        check(phases(4, 4), phases(8), step=5)
+
+
 def test_a_finished_run_goes_on_and_ends_as_one_that_was_longer_from_the_start(
     prepared: Path, tmp_path: Path
 ) -> None:
