@@ -198,7 +198,10 @@ def start_positions(run: Run, phase: Phase) -> None:
     trained = max((p.data.max_seq_length for p in run.phases if p.end <= phase.start), default=0)
     size = phase.data.max_seq_length
     if 0 < trained < size and run.config.init_from is None:
-        table, first = run.bare.embeddings.position.weight.detach(), run.config.model.first_position
+        # by `state_dict`, since an evaluation under FSDP2 leaves in the modules a copy of the
+        # weights, which the next backward pass drops
+        table = run.bare.state_dict()["embeddings.position.weight"]
+        first = run.config.model.first_position
         whole = unshard(table).clone()
         whole[first : first + size] = continue_positions(whole[first : first + trained], size)
         table.copy_(shard_like(whole, table))

@@ -54,7 +54,8 @@ def test_a_run_in_shards_is_that_of_one_process_which_can_go_on_with_it(
 def test_a_run_of_one_process_goes_on_in_shards(prepared: Path, tmp_path: Path) -> None:
     # eleven batches to evaluate, which two processes do not divide
     options = ("train.micro_batch_size=4", "train.save_every=6", "train.eval_examples=44")
-    # whose second phase starts the positions that the first has not trained
+    # whose second phase starts the positions that the first has not trained, after an evaluation
+    options += ("train.eval_every=8",)
     options += ("train.phases=[{steps: 8}, {steps: 4, max_seq_length: 128, global_batch_size: 8}]",)
     train_here(prepared, tmp_path / "one", *options)
     in_shards(prepared, half_of(tmp_path / "one", tmp_path / "then two"), 2, *options)
