@@ -241,9 +241,9 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
     if action == "rollback" and good and good.name != monitor.state["went_back_to"]:
         load_model(good, run.bare)
         load_optimizers(good, run.bare, run.optimizers)
-        phase = phase_at(run.phases, done - 1)
-        if step_of(good) <= phase.start:
-            start_positions(run, phase)
+        for phase in run.phases:  # those whose positions the weights of the checkpoint lack
+            if step_of(good) <= phase.start < done:
+                start_positions(run, phase)
         monitor.note_rollback(done, good.name)
         if run.main:
             record.tracker.log(done, {}, rollback={"to": good.name, "done": done})

@@ -15,7 +15,7 @@ from data_pipeline.sampling.batches import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from pretrain.config import TrainConfig
-from pretrain.models.bert import PretrainingModel
+from pretrain.models.bert import PretrainingModel, continue_positions
 from pretrain.monitor import MOST_SKIPPED, RECENT, SPIKE_STEPS, Monitor
 
 TRAIN = TrainConfig(max_steps=1000, warmup_steps=100, log_every=10)
@@ -251,6 +251,24 @@ def test_a_spike_takes_the_weights_back_and_passes_over_the_data_since(
     train_here(prepared, tmp_path / "skipped")
     spiked, skipped = newest(tmp_path / "spiked"), newest(tmp_path / "skipped")
     assert all(torch.equal(spiked[name], skipped[name]) for name in spiked | skipped)
+
+
+def test_weights_from_two_phases_ago_get_the_positions_of_both(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """As if the phase between had been passed over, whose positions the last one continues."""
+    shorten(monkeypatch)
+    raise_loss(monkeypatch, 10, 11)
+    lengths = "{steps: 5, max_seq_length: 16}, {steps: 1, max_seq_length: 32}, {steps: 9}"
+    options = ("train.max_steps=15", "train.save_every=5", f"train.phases=[{lengths}]")
+    train_here(prepared, tmp_path, *options)
+    assert [line["rollback"]["to"] for line in metrics(tmp_path) if "rollback" in line] == [
+        "step-00000005"
+    ]
+    found = newest(tmp_path)["embeddings.position.weight"]
+    for trained in (16, 32):  # three small steps leave them near
+        wanted = continue_positions(found[:trained], 2 * trained)[trained:]
+        assert torch.cosine_similarity(found[trained : 2 * trained], wanted).min() > 0.9
 
 
 @pytest.mark.parametrize("after", [4, 7, 8])
