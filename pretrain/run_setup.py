@@ -244,18 +244,22 @@ def build_held_out(
 ) -> dict[int, HeldOut]:
     """Build the held-out batches at `data.max_seq_length` and at the other lengths of the phases.
 
+    Masks are those that `data` asks for, at most as many a sequence as a phase of its length has.
+
     Returns length -> batches, about as many tokens at each length, without those lengths for which
     the held-out split gives no pairs; a warning says so.
     """
     if not store.manifest["held_out"]["documents"]:
         return {}  # `open_token_store` has warned
     settings, base, found = config.train, config.data.max_seq_length, {}
-    for length in dict.fromkeys([base, *(phase.data.max_seq_length for phase in phases)]):
+    every = [*(phase.data for phase in phases), config.data]  # of one length the last counts
+    most = {data.max_seq_length: data.max_predictions_per_seq for data in every}
+    for length in most:
         try:
             found[length] = HeldOut(
                 Path(config.data_dir) / "store",
                 store,
-                replace(config.data, max_seq_length=length),
+                replace(config.data, max_seq_length=length, max_predictions_per_seq=most[length]),
                 max(settings.eval_examples * base // length, 1),
                 max(settings.micro_batch_size * base // length, 1),
                 accelerator,

@@ -20,7 +20,7 @@ from pretrain.evaluate import HeldOut, evaluate
 from pretrain.models.bert import continue_positions
 from pretrain.optim import learning_rate
 from pretrain.read_export import load_export
-from pretrain.run_setup import build_sources
+from pretrain.run_setup import build_held_out, build_sources
 from pretrain.train import dropout_seed, read_steps
 
 CONTINUED = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 128, global_batch_size: 8, "
@@ -257,6 +257,22 @@ def test_a_phase_of_another_length_is_evaluated_at_it_too(straight: Path, prepar
     wanted, last = evaluate(model, held_out, Accelerator(cpu=True)), metrics(straight)[-1]
     for name in ("mlm_loss", "mlm_accuracy", "nsp_accuracy"):
         assert last[f"eval/{name}_at_128"] == pytest.approx(wanted[f"eval/{name}"], rel=1e-4)
+
+
+def test_a_long_phase_is_evaluated_with_as_many_masks_as_it_allows(prepared, store) -> None:
+    """A sequence of 64 tokens with the 4 masks of one of 32 would have half the share of masks."""
+    phases = "[{steps: 8}, {steps: 4, max_seq_length: 64, max_predictions_per_seq: 10}]"
+    short = ("data.max_seq_length=32", "data.max_predictions_per_seq=4")
+    config = load(prepared, *short, f"train.phases={phases}")
+    found = build_held_out(config, phases_of(config), store, Accelerator(cpu=True))
+    most = {
+        length: max(
+            batch.sequence_ids[batch.masked_positions].bincount().max().item()
+            for batch, *_ in held_out.batches
+        )
+        for length, held_out in found.items()
+    }
+    assert most == {32: 4, 64: 10}
 
 
 def test_other_phases_are_another_run(prepared: Path, straight: Path) -> None:
