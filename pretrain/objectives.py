@@ -55,9 +55,9 @@ class MaskedLM:
         if model.sample_chances is None or not model.training:
             return self.measure_and_draw(model, states.masked, batch, None)[0]
         weight, bias = model.embeddings.word.weight, model.mlm.bias
-        labels, chances = batch.masked_labels, model.sample_chances
+        labels, sample = batch.masked_labels, (model.sample_chances, model.sample_start)
         x = model.mlm(states.masked)  # (M, D)
-        return row(*sampled_cross_entropy(x, weight, bias, labels, chances), self.count(batch))
+        return row(*sampled_cross_entropy(x, weight, bias, labels, *sample), self.count(batch))
 
     def measure_and_draw(
         self, model: nn.Module, masked: Tensor, batch: Batch, chance: Tensor | None

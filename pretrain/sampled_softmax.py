@@ -13,10 +13,12 @@ others, each stands for those that are not. Evaluation and export know nothing o
 Shapes: M masked positions, D hidden size, V vocabulary, S sample.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.sampling.batches import send
 from pretrain.loss import sum_type
 
@@ -37,27 +39,37 @@ def sample_chances(counts: Tensor, size: int) -> Tensor:
     return (roots * factors[k]).clamp(max=1)
 
 
-def draw_sample(chances: Tensor) -> Tensor:
-    """Draw the tokens of a sample by torch's generator, int64 (S,) in ascending order.
+def sample_start(seed: int, step: int) -> float:
+    """Draw the start of the sample of a step, uniform in [0, 1); all its passes share it, so that
+    the gradient does not depend on how the step is divided."""
+    draw = random_u64(derive_stream(seed, step, Stream.SAMPLE), np.zeros(1))[0]
+    return int(draw >> np.uint64(11)) / (1 << 53)
+
+
+def draw_sample(chances: Tensor, start: float) -> Tensor:
+    """Draw the tokens of a sample, int64 (S,) in ascending order.
 
     Systematic sampling: the chances lie end to end on a line, and a token is drawn if a point of a
-    grid of step 1, whose start is random, falls into its part. So S is the sum of the chances.
+    grid of step 1 falls into its part. So S is the sum of the chances.
+
+    start: of the grid, uniform in [0, 1).
     """
-    edges = F.pad(chances.cumsum(0), (1, 0)) + torch.rand((), dtype=chances.dtype)
+    edges = F.pad(chances.cumsum(0), (1, 0)) + start
     return edges.floor().diff().nonzero()[:, 0]
 
 
 def sampled_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, chances: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, chances: Tensor, start: float
 ) -> tuple[Tensor, Tensor]:
     """Estimate what `loss.linear_cross_entropy` computes, from one sample for all rows.
 
     x: (M, D). weight: (V, D). bias: (V,). labels: int64 (M,).
     chances: float64 (V,), on the CPU, as `sample_chances` computes them.
+    start: as in `draw_sample`.
     Returns two scalars: the loss in nats, and the number of labels that score at least as high as
     all of the sample.
     """
-    sample = draw_sample(chances)
+    sample = draw_sample(chances, start)
     places = torch.full((len(chances),), -1)  # in the sample; -1: not in it
     places[sample] = torch.arange(len(sample))
     worth = -chances[sample].log().to(sum_type(x))

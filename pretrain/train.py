@@ -53,6 +53,7 @@ from pretrain.optim import learning_rate
 from pretrain.processes import share_from_main, stop_all
 from pretrain.report import refresh_report
 from pretrain.run_setup import Run, set_up
+from pretrain.sampled_softmax import sample_start
 from pretrain.sharding import clip_gradients, no_sync, shard_like, unshard
 from pretrain.tracking import Tracker
 from pretrain.watch import end_watch, mark, name_lost_ranks
@@ -83,6 +84,7 @@ def train(config: Config) -> None:
     for step, micro_batches in zip(steps, record.clock.waiting(read_ahead(run)), strict=True):
         mark(step)
         phase = enter_phase(run, step)
+        run.bare.sample_start = sample_start(config.seed, step)
         counts = count_asked(run.bare.objectives, micro_batches, accelerator)
         sums = torch.zeros(record.sums.shape, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(micro_batches):

@@ -25,6 +25,7 @@ class Stream(IntEnum):
     PARTS = 6  # documents of each epoch part
     PHASES = 7  # seed of each phase
     DROPOUT = 8
+    SAMPLE = 9  # of the vocabulary, to estimate a loss from
 
 
 def mix(x: np.ndarray) -> np.ndarray:

@@ -76,6 +76,7 @@ class PretrainingModel(Encoder):
         size, heads = config.hidden_size, {head for one in objectives for head in one.heads}
         self.objectives = objectives
         self.sample_chances: Tensor | None = None  # (V,), to estimate the MLM loss in training
+        self.sample_start = 0.0  # of the step, which draws the sample
         self.pooler = nn.Linear(size, size) if "nsp" in heads else None
         self.mlm = MaskedLMHead(config, vocab_size) if "mlm" in heads else None
         self.nsp = nn.Linear(size, 2) if "nsp" in heads else None

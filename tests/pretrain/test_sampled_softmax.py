@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_run, train_here
+from helpers import NO_DROPOUT, assert_same_run, newest, train_here
 from test_loss import VOCAB, inputs
 
 from data_pipeline.common.errors import UserError
@@ -16,7 +16,12 @@ from data_pipeline.sampling.batches import BatchSource
 from pretrain.config import ModelConfig
 from pretrain.loss import linear_cross_entropy
 from pretrain.models.bert import PretrainingModel
-from pretrain.sampled_softmax import draw_sample, sample_chances, sampled_cross_entropy
+from pretrain.sampled_softmax import (
+    draw_sample,
+    sample_chances,
+    sample_start,
+    sampled_cross_entropy,
+)
 
 COUNTS = (1e6 / torch.arange(1, VOCAB + 1)).floor()  # Zipf's
 SIZE, DRAWS = 100, 4000
@@ -39,7 +44,7 @@ def test_each_token_is_drawn_once_at_most_and_as_often_as_its_chance_says() -> N
     torch.manual_seed(0)
     chances, found = sample_chances(COUNTS, SIZE), torch.zeros(VOCAB)
     for _ in range(DRAWS):
-        sample = draw_sample(chances)
+        sample = draw_sample(chances, torch.rand(()).item())
         assert abs(len(sample) - SIZE) <= 1 and (sample.diff() > 0).all()
         found[sample] += 1
     errors = (DRAWS * chances * (1 - chances)).sqrt()
@@ -50,7 +55,7 @@ def test_each_token_is_drawn_once_at_most_and_as_often_as_its_chance_says() -> N
 def test_a_sample_of_all_tokens_gives_the_loss_and_its_gradients() -> None:
     tensors = inputs()
     chances = torch.ones(VOCAB).double()
-    found, right = sampled_cross_entropy(*tensors, chances)
+    found, right = sampled_cross_entropy(*tensors, chances, 0.5)
     wanted, wanted_right, _ = linear_cross_entropy(*tensors)
     torch.testing.assert_close(found, wanted)
     assert right == wanted_right
@@ -66,7 +71,7 @@ def test_the_sum_of_the_softmax_is_right_on_average_and_so_nearly_is_the_gradien
     gradient = torch.autograd.grad(wanted, weight)[0]
     chances, sums, total = sample_chances(COUNTS, SIZE), [], torch.zeros_like(weight)
     for _ in range(DRAWS):
-        loss, _ = sampled_cross_entropy(x, weight, bias, labels, chances)
+        loss, _ = sampled_cross_entropy(x, weight, bias, labels, chances, torch.rand(()).item())
         sums.append(loss.detach().exp())  # the sum over the label's part of it
         total += torch.autograd.grad(loss, weight)[0]
     sums = torch.stack(sums)
@@ -79,7 +84,7 @@ def test_a_label_in_the_sample_counts_once_and_others_do_not_see_it_missing() ->
     x, weight, bias, labels = inputs()
     chances = torch.zeros(VOCAB).double()
     chances[:50] = 1
-    found, _ = sampled_cross_entropy(x, weight, bias, labels, chances)
+    found, _ = sampled_cross_entropy(x, weight, bias, labels, chances, 0.5)
     wanted = 0.0
     for row, label in zip(x, labels.tolist(), strict=True):
         tokens = sorted({*range(50), label})
@@ -101,14 +106,28 @@ def test_training_samples_and_evaluation_scores_all(store, vocabulary) -> None:
     everything, wanted = model(batch)[0], model.score(batch)[0]
     operations = model.count_flops(batch)
     model.sample_chances = sample_chances(torch.ones(model.vocab_size), 100)
-    torch.manual_seed(0)
-    first, second = model(batch)[0], model(batch)[0]
-    assert len({row[0].item() for row in (everything, first, second)}) == 3
+    first = model(batch)[0]
+    assert torch.equal(model(batch)[0], first)
+    model.sample_start = 0.5
+    assert len({row[0].item() for row in (everything, first, model(batch)[0])}) == 3
     assert first[2] == everything[2] and abs(first[0] / everything[0] - 1) < 0.1
     assert torch.equal(model.score(batch)[0], wanted)
     assert torch.equal(model.eval()(batch)[0], everything)
     left_out = 6 * len(batch.masked_labels) * (model.vocab_size - 101) * 32
     assert model.count_flops(batch) == operations - left_out
+
+
+def test_a_step_has_one_sample_however_it_is_divided(prepared: Path, tmp_path: Path) -> None:
+    starts = [sample_start(seed, step) for seed in range(5) for step in range(200)]
+    assert len(set(starts)) == 1000 and 0 <= min(starts) < 0.01 and 0.99 < max(starts) < 1
+    options = ("train.max_steps=2", "train.warmup_steps=1", "train.sampled_softmax=100")
+    for size in (16, 4):
+        train_here(
+            prepared, tmp_path / str(size), *options, *NO_DROPOUT, f"train.micro_batch_size={size}"
+        )
+    one, other = newest(tmp_path / "16"), newest(tmp_path / "4")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_a_resumed_run_draws_the_same_samples_and_the_size_is_part_of_the_fingerprint(
