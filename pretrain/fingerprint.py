@@ -8,6 +8,7 @@ checkpoints and processes, and the micro-batch size may change.
 
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,6 +151,10 @@ def check_fingerprint(
     if after < step:
         changed.append(f"the run has done {step:,} steps, and train.max_steps is {after:,}")
     advice = "Choose another run_dir, or restore these values to go on"
+    starts, others = ([phase["start"] for phase in f["phases"]] for f in (saved, wanted))
+    if changed and len(starts) == len(others) and starts != others and starts[-1] < after:
+        sizes = " and ".join(f"{b - a:,}" for a, b in pairwise([*starts, after]))  # shares move
+        advice += f", or give the steps of train.phases as numbers that keep them, such as {sizes}"
     moved = not changed and not same_rates(saved, wanted, step)
     if moved and not extend:
         changed.append(

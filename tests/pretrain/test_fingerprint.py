@@ -194,6 +194,16 @@ def test_a_phase_that_is_over_keeps_its_steps() -> None:
     assert check(two(4, 4), two(8, 8), step=2, extend=True)
 
 
+def test_shares_that_move_with_more_steps_are_named_with_numbers_that_do_not() -> None:
+    shares = "train.phases=[{steps: 0.75}, {steps: 0.25, masked_lm_prob: 0.3}]"
+    done, longer = fingerprint(shares), ("train.max_steps=16",)
+    message = "phase 1: start was 6, is 12.*as numbers that keep them, such as 6 and 10"
+    with pytest.raises(UserError, match=message):
+        check(done, fingerprint(shares, *longer), step=8, extend=True)
+    numbers = shares.replace("0.75", "6").replace("0.25", "10")
+    assert check(done, fingerprint(numbers, *longer), step=8, extend=True)
+
+
 def test_a_phase_that_would_have_begun_is_refused() -> None:
     """Its positions would never start, and its first examples never be seen."""
 
