@@ -107,10 +107,11 @@ def read_existing(vocab: VocabConfig) -> list[str]:
         pieces = listed
     missing = Vocabulary.of(pieces).lost()
     check(not missing, f"{path} lacks {' '.join(missing)}; a BERT vocabulary has all five")
+    more = ", and vocab.extend=N to add N pieces of the corpus" if is_berts(tokenizer) else ""
     check(
         vocab.size in (None, len(pieces)),
         f"vocab.size is {vocab.size}, and {path} has {len(pieces)} pieces; set vocab.size=null to "
-        "take them all, and vocab.extend=N to add N pieces of the corpus",
+        f"take them all{more}",
     )
     if is_berts(tokenizer):
         check_flags(tokenizer.get("normalizer") or {}, settings, vocab, path)

@@ -363,6 +363,8 @@ def test_text_that_a_rule_fails_at_is_named(folder: Path, tmp_path: Path):
 def test_it_is_not_extended_and_takes_no_segmenter(folder: Path, prepared: Path, tmp_path: Path):
     with pytest.raises(UserError, match="vocab.extend cannot add to it"):
         read_existing(VocabConfig(path=str(folder), extend=10))
+    with pytest.raises(UserError, match="set vocab.size=null to take them all$"):
+        read_existing(VocabConfig(path=str(folder), size=10))
     pytest.importorskip("rjieba")
     with pytest.raises(UserError, match="corpus.word_segmenter divides BERT's words"):
         prepare_with(prepared / "topics.txt", tmp_path, folder, word_segmenter="segmenter")
