@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.models.cpu import ROW_MULTIPLE, fill_rows
+
 CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # float32 scores in memory at once; twice as many bf16
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 25}  # scores per softmax, so that a block fits the cache
 BINS, MOST_LOGIT = 4096, 16.0  # of a curve: scores are told apart from -16 to 16
@@ -50,7 +52,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         for rows, few, scores, matrix in chunks(x, weight, bias):
             size = max(BLOCK.get(x.device.type, BLOCK["cuda"]) // len(weight), 1)
             of_row = labels if chance is None else chance
-            columns = (scores, labels[rows, None], of_row[rows, None], drawn[rows])
+            count = len(labels[rows])
+            columns = (scores[:count], labels[rows, None], of_row[rows, None], drawn[rows])
             for block, label, number, draw in zip(*(c.split(size) for c in columns), strict=True):
                 exact = block.to(sum_type(block))
                 wanted, highest = exact.gather(1, label), exact.amax(1, keepdim=True)
@@ -66,8 +69,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                     block.copy_(probabilities.scatter_add_(1, label, -torch.ones_like(wanted)))
                     grads[2].add_(probabilities.sum(0))
             if needs_grad:
-                grads[0][rows] = scores @ matrix
-                grads[1].add_(scores.t() @ few)
+                grads[0][rows] = (scores @ matrix)[:count]
+                grads[1].add_(scores.t() @ few)  # to which filler rows add 0
         if needs_grad:
             ctx.grads = grads
         ctx.mark_non_differentiable(right, drawn)
@@ -90,6 +93,7 @@ def score_labels(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tup
     losses, ranks = x.new_empty(len(x), dtype=sum_type(x)), torch.empty_like(labels)
     with torch.autocast(x.device.type, enabled=False):
         for rows, _, scores, _ in chunks(x.to(losses.dtype), weight, bias):
+            scores = scores[: len(labels[rows])]
             wanted = scores.gather(1, labels[rows, None])
             losses[rows] = scores.logsumexp(1) - wanted[:, 0]
             ranks[rows] = scores.gt_(wanted).sum(1)  # in place, as floats: ten times as fast
@@ -99,16 +103,21 @@ def score_labels(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tup
 def chunks(
     x: Tensor, weight: Tensor, bias: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield (rows, x[rows], scores of the rows, weight) chunk by chunk, in the autocast dtype."""
+    """Yield (rows, x[rows], scores of the rows, weight) chunk by chunk, in the autocast dtype.
+
+    Filler rows follow `x[rows]` and the scores on a CPU: zeros, and the scores of zeros.
+    """
     device, kind = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
         x, weight, bias = x.to(kind), weight.to(kind), bias.to(kind)
-        size = max(4 * CHUNK.get(device, CHUNK["cuda"]) // kind.itemsize // len(weight), 1)
+        size = 4 * CHUNK.get(device, CHUNK["cuda"]) // kind.itemsize // len(weight)
+        size = max(size // ROW_MULTIPLE, 1) * ROW_MULTIPLE
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
-            yield rows, x[rows], F.linear(x[rows], weight, bias), weight
+            some = fill_rows(x[rows])
+            yield rows, some, F.linear(some, weight, bias), weight
 
 
 def sum_type(x: Tensor) -> torch.dtype:

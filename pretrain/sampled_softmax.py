@@ -21,6 +21,7 @@ from torch import Tensor
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.sampling.batches import send
 from pretrain.loss import sum_type
+from pretrain.models.cpu import fill_rows
 
 ADDED = 0.1  # to each count, as a share of the mean one, so that no chance is tiny
 
@@ -69,6 +70,7 @@ def sampled_cross_entropy(
     Returns two scalars: the loss in nats, and the number of labels that score at least as high as
     all of the sample.
     """
+    count, x, labels = len(labels), fill_rows(x), fill_rows(labels)
     sample = draw_sample(chances, start)
     places = torch.full((len(chances),), -1)  # in the sample; -1: not in it
     places[sample] = torch.arange(len(sample))
@@ -85,5 +87,5 @@ def sampled_cross_entropy(
     column = place.clamp(min=0)
     once = scores.gather(1, column).masked_fill(place >= 0, -torch.inf)
     others = scores.scatter(1, column, once)
-    right = (wanted >= (others.detach() - worth).amax(1)).sum()
-    return (torch.logaddexp(others.logsumexp(1), wanted) - wanted).sum(), right
+    right = (wanted >= (others.detach() - worth).amax(1))[:count].sum()
+    return (torch.logaddexp(others.logsumexp(1), wanted) - wanted)[:count].sum(), right

@@ -20,8 +20,9 @@ FLOORS = [
     ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),
     ("data_pipeline.report", "audit checks page __main__"),
     ("data_pipeline", "__main__"),
+    ("pretrain.models", "cpu"),
     ("pretrain", "families config tracking loss sampled_softmax objectives"),
-    ("pretrain.models", "cpu attention layers bert electra build"),
+    ("pretrain.models", "attention layers bert electra build"),
     ("pretrain", "watch sharding agreement optim fingerprint"),
     (
         "pretrain",

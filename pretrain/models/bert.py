@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig
 from pretrain.loss import score_labels
-from pretrain.models.cpu import TOKEN_MULTIPLE
+from pretrain.models.cpu import TOKEN_MULTIPLE, fill_rows
 from pretrain.models.layers import Embeddings, Layer, MaskedLMHead, ReplacedTokenHead
 from pretrain.objectives import ROW, States, objectives_of
 
@@ -41,11 +41,10 @@ class Encoder(nn.Module):
         rows: int64 (R,), the tokens that are wanted; None: all of them. The last layer, but for its
         attention, computes on no others: the heads look at one token in three or in six.
         """
-        x = self.project(x) if self.project else x
         wanted, uses = len(x if rows is None else rows), self.config.num_hidden_layers
-        if x.device.type == "cpu":
-            x = F.pad(x, (0, 0, 0, -len(x) % TOKEN_MULTIPLE))
-            rows = None if rows is None else F.pad(rows, (0, -wanted % TOKEN_MULTIPLE))
+        x = fill_rows(x, TOKEN_MULTIPLE)
+        rows = None if rows is None else fill_rows(rows, TOKEN_MULTIPLE)
+        x = self.project(x) if self.project else x
         for i in range(uses):
             layer = self.layers[int(i / (uses / len(self.layers)))]  # rounded as in transformers
             inputs = (x, batch, rows if i == uses - 1 else None)

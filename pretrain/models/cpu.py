@@ -18,6 +18,9 @@ from data_pipeline.sampling.batches import Batch
 # The encoder pads the tokens of a batch to a multiple of this on a CPU: oneDNN compiles a kernel
 # for each new shape, which took a sixth of a small model's step on two threads.
 TOKEN_MULTIPLE = 64
+# And the rows of the heads to a multiple of this. Their number is another in each step: oneDNN's
+# kernels for them, left between the large tensors of a step, doubled the memory of a run in 140.
+ROW_MULTIPLE = 16
 # Padded tokens of an attention group, at most; a sequence of 512 tokens is enough work alone.
 GROUP_TOKENS = 960
 # Group lengths are padded to a multiple of this: the first product of a new shape takes four times
@@ -60,6 +63,13 @@ def return_freed_memory() -> None:
     """Return to the system what was freed and kept, after large work that no step repeats."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
     trim(0)
+
+
+def fill_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
+    """Add rows of zeros up to a multiple on a CPU, which wants few shapes: (N, ...) -> (M, ...)."""
+    if x.device.type != "cpu":
+        return x
+    return F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % multiple,))
 
 
 # -------------------------------------------------------------------------------------- dropout

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig
 from pretrain.models.attention import attend
-from pretrain.models.cpu import Dropout
+from pretrain.models.cpu import Dropout, fill_rows
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -102,7 +102,7 @@ class ReplacedTokenHead(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.activation(self.dense(x)))[:, 0]  # (T,)
+        return self.out(self.activation(self.dense(fill_rows(x))))[: len(x), 0]  # (T,)
 
 
 class MaskedLMHead(nn.Module):
@@ -119,4 +119,4 @@ class MaskedLMHead(nn.Module):
         self.activation = ACTIVATIONS[config.family.head_act or config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.activation(self.dense(x)))  # (M, E)
+        return self.norm(self.activation(self.dense(fill_rows(x))))[: len(x)]  # (M, E)
