@@ -85,8 +85,8 @@ class SourceConfig:
     errors: str = "strict"
     """Bytes that are not text: `strict` stops and names the place, `replace` puts U+FFFD."""
     on_bad_row: str = "stop"
-    """A row without the text that it should have: `stop` names it, `skip` leaves it out and counts
-    it; more than 1 % of a source stop in any case."""
+    """A row of JSON, CSV or TSV without the text that it should have: `stop` names it, `skip`
+    leaves it out and counts it; more than 1 % of a source stop in any case."""
     language: str = "en"
     """ISO 639 code, for the sentence splitter."""
     word_segmenter: str | None = None
@@ -98,7 +98,7 @@ class SourceConfig:
     sentencex."""
     weight: float = number(1.0, "(0, 1e6)")
     """Times that a training document is taken; 0.5: half of the documents, 2.5: all twice, half
-    thrice."""
+    thrice. A held-out document is taken once at most."""
 
     def validate(self, key: str = "corpus") -> None:
         given = [bool(self.builtin), bool(self.files), self.dataset is not None]
