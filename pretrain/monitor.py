@@ -148,7 +148,8 @@ class Monitor:
         is_late = done - self.train.log_every < self.late <= done  # true at one log line
         if is_late and loss > self.entropy - PLATEAU:
             line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
-            self.warn("plateau", f"{line} (unigram entropy {self.entropy:.3f})")
+            beside = f"unigram entropy of the training text {self.entropy:.3f}"
+            self.warn("plateau", f"{line} ({beside})")
         two_sigma = 1 / math.sqrt(max(pairs, 1))  # of the accuracy of a fair coin
         if is_late and pairs and right < 0.5 + two_sigma:
             self.warn("nsp", f"after {done:,} steps NSP accuracy is {right:.3f}, that of guessing")

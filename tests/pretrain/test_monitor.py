@@ -430,7 +430,7 @@ def test_a_run_without_pairs_is_told_nothing_of_pairs() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"train/mlm_loss": math.log(3)}, "no context is used yet"),
+        ({"train/mlm_loss": math.log(3)}, "no context is used yet (unigram entropy of the train"),
         ({"train/nsp_accuracy": 0.51}, "that of guessing"),
         ({"perf/data_wait": 0.2}, "20% of the time is spent waiting"),
     ],
