@@ -21,6 +21,7 @@ from data_pipeline.config import check
 from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import Vocabulary
+from pretrain.agreement import agree_on_signal
 from pretrain.models.bert import PretrainingModel
 
 PASS_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 17}  # tokens of a pass; no speed is left in more
@@ -35,11 +36,12 @@ def score_sentences(
     accelerator: Accelerator,
     within_word: bool = False,
     advance: Callable[[int], object] = lambda tokens: None,
-) -> np.ndarray:
+) -> np.ndarray | None:
     """Compute the pseudo-log-likelihood of each sentence in nats, float64 (N,) (a collective call).
 
-    An ELECTRA reads each sentence once, and its score is the sum of the log-probabilities that a
-    token is original.
+    Returns None if a signal comes before the last pass of a run, as `evaluate` does. An ELECTRA
+    reads each sentence once, and its score is the sum of the log-probabilities that a token is
+    original.
     Equal sentences have equal scores, since each distinct one is scored once.
 
     sentences: token ids with [CLS] and [SEP].
@@ -58,6 +60,9 @@ def score_sentences(
     for i in range(rank, -(-len(passes) // ranks) * ranks, ranks):
         # equally many passes on each rank, since a sharded model needs all ranks in each of them;
         # the repeated ones at the end do not count
+        if agree_on_signal(accelerator):
+            model.train(was_training)
+            return None
         batch, sentence = copies.build(*passes[i % len(passes)])
         with accelerator.autocast():
             batch = batch.to(device)
@@ -257,12 +262,14 @@ class Probes:
             mean = by_phenomenon(self.paradigms, right)["mean"]
             self.baseline = {"eval/minimal_pairs_unigram": mean}
 
-    def measure(self, model: PretrainingModel, accelerator: Accelerator) -> dict[str, float]:
+    def measure(self, model: PretrainingModel, accelerator: Accelerator) -> dict[str, float] | None:
         """Score the minimal pairs, if there are any: means over paradigms, and the baseline (a
-        collective call)."""
+        collective call). Returns None if a signal comes before the last of them is scored."""
         if not self.pairs:
             return {}
         scores = score_sentences(model, self.pairs, self.vocabulary, accelerator)
+        if scores is None:
+            return None
         found = by_phenomenon(self.paradigms, prefers_good(scores))
         fields = {f"eval/minimal_pairs/{name}": mean for name, mean in found["field"].items()}
         return {"eval/minimal_pairs": found["mean"]} | fields | self.baseline

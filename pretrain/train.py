@@ -262,7 +262,8 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
     """Evaluate the model on the held-out pairs, at the length of its phase too, and by its probes;
     checkpoint and export record the metrics.
 
-    A signal stops the run between two batches; the next start then evaluates.
+    A signal stops the run between two batches, or two passes of the probes; the next start then
+    evaluates.
     """
     found, others = {}, {}
     lengths = {run.config.data.max_seq_length, phase_at(run.phases, done - 1).data.max_seq_length}
@@ -270,18 +271,26 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
         for length in sorted(run.held_out.keys() & lengths):
             one = evaluate(run.bare, run.held_out[length], run.accelerator)
             if one is None:
-                run.state["evaluation_due"] = True
-                stop_run(run, record, done, agree_on_signal(run.accelerator))
+                leave_evaluation(run, record, done)
             is_base = length == run.config.data.max_seq_length
             found |= one if is_base else name_length(one, length)
         if run.probes:
-            found |= run.probes.measure(run.bare, run.accelerator)
+            scored = run.probes.measure(run.bare, run.accelerator)
+            if scored is None:
+                leave_evaluation(run, record, done)
+            found |= scored
             others = run.probes.fill(run.bare, run.accelerator)
         run.state["evaluation"] = found
         if run.main:
             record.tracker.log(done, found, **others)
             record.log_line(f"step {done:,}: {say_evaluation(found)}")
             refresh_report(run.run_dir, record.log_line)
+
+
+def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:
+    """Stop all ranks on the signal that came in an evaluation, which the next start makes."""
+    run.state["evaluation_due"] = True
+    stop_run(run, record, done, agree_on_signal(run.accelerator))
 
 
 def save_run(run: Run, record: Record, done: int) -> None:

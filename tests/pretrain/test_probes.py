@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from helpers import metrics, run, train_here
+from helpers import TWO_STEPS, assert_same_run, command, fork, metrics, run, train_here
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.probes import encode_texts, read_pairs
@@ -183,3 +183,36 @@ def test_each_paradigm_gives_so_many_pairs(probed: Path, tmp_path: Path) -> None
     prepare_here(probed, *options)
     found = json.loads((tmp_path / "data/probes.json").read_text())
     assert [uid for _, _, uid in found["paradigms"]] == ["a", "b", "c"]
+
+
+MANY_PASSES = """
+import os, runpy, signal, time
+import pretrain.probes as module
+module.PASS_TOKENS["cpu"] = 32
+real, calls = module.MaskedCopies.build, []
+def planted(*arguments):
+    calls.append(arguments)
+    {fault}
+    return real(*arguments)
+module.MaskedCopies.build = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_signal_leaves_the_probes_between_two_passes_and_they_are_scored_later(
+    probed: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    code = MANY_PASSES.format(fault="len(calls) == 2 and os.kill(os.getpid(), signal.SIGTERM)")
+    done = fork(["-c", code, *command(probed, tmp_path)[2:]])
+    assert done.returncode == 75 and "stopped at step 6 on SIGTERM" in done.stderr, done.stderr
+    train_here(probed, tmp_path)
+    assert_same_run(tmp_path, run_dir)
+
+
+def test_probes_may_take_longer_than_ranks_wait_for_each_other(
+    probed: Path, tmp_path: Path
+) -> None:
+    """A rank that does not go on ends after 4 s."""
+    words = command(probed, tmp_path, *TWO_STEPS, "train.timeout_s=8")[2:]
+    done = fork(*[["-c", MANY_PASSES.format(fault="time.sleep(1.5)"), *words]] * 2)
+    assert done.returncode == 0, done.stderr
