@@ -156,9 +156,12 @@ def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerato
 
     Paths may differ between hosts: data are compared by the hashes in the fingerprint.
     """
-    train = {f"train.{name}": value for name, value in asdict(config.train).items()}
-    device = accelerator.device.type
-    mine = train | fingerprint | {"device": device, "torch": torch.__version__}
+    mine = {
+        f"{section}.{name}": value
+        for section in ("data", "eval", "train")  # evaluations are collective calls too
+        for name, value in asdict(getattr(config, section)).items()
+    }
+    mine |= fingerprint | {"device": accelerator.device.type, "torch": torch.__version__}
     ranks = gather_object([(socket.gethostname(), mine)])
     first = ranks[0][1]
     for rank, (host, other) in enumerate(ranks):

@@ -216,3 +216,10 @@ def test_probes_may_take_longer_than_ranks_wait_for_each_other(
     words = command(probed, tmp_path, *TWO_STEPS, "train.timeout_s=8")[2:]
     done = fork(*[["-c", MANY_PASSES.format(fault="time.sleep(1.5)"), *words]] * 2)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_without_the_probes_of_the_others_is_named(probed: Path, tmp_path: Path) -> None:
+    other = ["eval.probes.minimal_pairs=null", "eval.probes.sentences=[]"]
+    done = run(probed, tmp_path, *TWO_STEPS, processes=2, rank_1=other)
+    assert done.returncode == 2
+    assert "different config or data: eval.probes is" in done.stderr, done.stderr

@@ -25,6 +25,14 @@ def test_a_rank_with_another_config_is_named_once(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_rank_that_would_evaluate_otherwise_is_named(prepared: Path, tmp_path: Path) -> None:
+    options = (*TWO_STEPS, "train.phases=[{steps: 2, max_seq_length: 64}]")
+    other = ["data.max_seq_length=32"]
+    done = run(prepared, tmp_path / "run", *options, processes=2, rank_1=other)
+    assert done.returncode == 2
+    assert "data.max_seq_length is 32, on rank 0 64" in done.stderr
+
+
 def test_a_rank_with_other_data_is_named_and_one_with_a_copy_is_not(
     prepared: Path, tmp_path: Path
 ) -> None:
