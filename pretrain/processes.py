@@ -139,15 +139,17 @@ def check_on_each_machine(function: Callable[[], object]) -> None:
 
 def share_from_main(function: Callable[[], object], accelerator: Accelerator) -> object:
     """Call a function on all ranks and return what it returns on the main process (a collective
-    call); a `UserError` that it raises there stops them all."""
-    shared = [None, None]
+    call); an error of the user or the operating system that it raises there stops them all."""
+    shared, error = [None, False], None
     try:
         shared[0] = function()
-    except UserError as error:
-        shared[1] = str(error)
+    except (UserError, OSError) as raised:
+        error, shared[1] = raised, True
     broadcast_object_list(shared)
-    if shared[1] is not None:
-        stop_all(shared[1], accelerator)
+    if shared[1] and accelerator.is_main_process:
+        raise error
+    if shared[1]:
+        stop_all("", accelerator)
     return shared[0]
 
 

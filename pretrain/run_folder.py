@@ -36,13 +36,21 @@ def is_run(run_dir: Path) -> bool:
 
 
 def lock_run(run_dir: Path, accelerator: Accelerator) -> TextIO:
-    """Create and lock the run folder, so that two jobs cannot overwrite each other's files.
+    """Create and lock the run folder, so that two jobs cannot overwrite each other's files (a
+    collective call).
 
     Waits for a job that a signal is stopping. Returns the open lock file. Raises `UserError` if the
     folder is in use, or holds the user's own files under names that a run writes.
     """
-    if not accelerator.is_main_process:
-        return open(os.devnull, "w")
+    taken = []
+    share_from_main(
+        lambda: accelerator.is_main_process and taken.append(take_lock(run_dir)), accelerator
+    )
+    return taken[0] if taken else open(os.devnull, "w")
+
+
+def take_lock(run_dir: Path) -> TextIO:
+    """Create and lock the run folder on the main process, as `lock_run` says."""
     claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
     lock = open(run_dir / "lock", "a+")
     try:

@@ -40,6 +40,7 @@ from pretrain.processes import (
     check_ranks_agree,
     is_compiled,
     matrix_dtype,
+    share_from_main,
 )
 from pretrain.run_folder import keep_in_run, load_resume_state, lock_run
 from pretrain.sampled_softmax import sample_chances
@@ -101,8 +102,8 @@ def set_up(config: Config) -> Run:
     settings, run_dir = config.train, Path(config.run_dir)
     phases = phases_of(config)
     accelerator = build_accelerator(settings, phases)
-    if accelerator.is_main_process:
-        check_export_folder(run_dir / "export")
+    is_main = accelerator.is_main_process
+    share_from_main(lambda: is_main and check_export_folder(run_dir / "export"), accelerator)
 
     # data
     store, sources = open_token_store(config, phases)

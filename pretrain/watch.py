@@ -171,6 +171,6 @@ def name_lost_ranks() -> Iterator[None]:
             raise
         watch.say(explain_loss(watch.read_ranks(), lost, watch.folder), lost)
         sys.exit(1)
-    except (UserError, Stopped, SystemExit):
+    except (UserError, OSError, Stopped, SystemExit):
         end_watch()
         raise

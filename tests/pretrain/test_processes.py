@@ -1,5 +1,6 @@
 """Ranks that are not of one run stop before the first step, with one line that says why."""
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -46,6 +47,27 @@ def test_a_rank_with_other_data_is_named_and_one_with_a_copy_is_not(
     done = run(prepared, tmp_path / "run", *TWO_STEPS, processes=2, rank_1=other)
     assert done.returncode != 0
     assert "data_sha256 is '00000000" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["is in use by", "no export.json says", "cannot be read"])
+def test_what_only_the_main_process_finds_is_one_line_and_no_traceback_of_the_others(
+    prepared: Path, tmp_path: Path, what: str
+) -> None:
+    train_here(prepared, tmp_path, *TWO_STEPS)
+    with open(tmp_path / "lock", "a") as lock:
+        if "use" in what:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        elif "says" in what:
+            shutil.rmtree(tmp_path / "export")
+            (tmp_path / "export").mkdir()
+            (tmp_path / "export/config.json").write_text("{}")
+        else:
+            shutil.rmtree(tmp_path / "checkpoints")
+            (tmp_path / "checkpoints").touch()
+        done = run(prepared, tmp_path, *TWO_STEPS, processes=2)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert what in line
 
 
 SLOW_CHECK = """
