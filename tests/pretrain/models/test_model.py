@@ -343,7 +343,7 @@ def test_no_linear_layer_computes_on_padding_but_to_the_next_multiple(
 def test_the_products_of_a_step_have_few_sizes_however_many_tokens_and_masks_it_has(
     store, vocabulary, name
 ) -> None:
-    """Else a kernel for each stays in memory, and makes holes in it: 1.0 GB became 1.6."""
+    """Else a kernel for each stays in memory, and makes holes in it."""
     family = "electra" if name == "electra" else "bert"
     model = model_of(replace(TINY, architecture=family, generator_size=0.5), len(vocabulary), "nsp")
     if name == "sampled":
