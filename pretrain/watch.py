@@ -8,13 +8,14 @@ is global, as its signals are.
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread, main_thread
+from threading import Event, Thread
 
 from accelerate import Accelerator
 
@@ -65,10 +66,10 @@ class Watch(Thread):
 
     def end_process(self) -> None:
         """Write the stacks of this process, have one rank say what is wrong, and exit."""
-        with open(self.path_of(self.rank).with_suffix(".stack"), "w") as file:
+        path = self.path_of(self.rank).with_suffix(".stack")
+        with open(path, "w") as file:
             faulthandler.dump_traceback(file)
-        code = sys._current_frames()[main_thread().ident].f_code
-        self.state["at"] = f" at {code.co_name} of {Path(code.co_filename).name}"
+        self.state["at"] = place_of_main(path.read_text())
         self.beat()
         lost = self.find_silent()
         self.say(explain_loss(self.read_ranks(), lost, self.folder), lost)
@@ -106,6 +107,17 @@ class Watch(Thread):
 
     def path_of(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}"
+
+
+def place_of_main(stacks: str) -> str:
+    """Find where the main thread is in the stacks that `faulthandler` wrote, which lists it last.
+
+    `sys._current_frames` would tell too, and never returns where memory is collected in it, before
+    Python 3.11.9 and 3.12.3.
+    """
+    main = stacks.rpartition("hread 0x")[2]
+    found = re.search(r'File "(.*)", line \d+ in (.*)', main)
+    return f" at {found[2]} of {Path(found[1]).name}" if found else ""
 
 
 def explain_loss(ranks: dict[int, dict], silent: set[int], folder: Path) -> str:

@@ -46,6 +46,46 @@ def error_lines(stderr: str) -> list[str]:
     return [line.split("error: ", 1)[1] for line in stderr.splitlines() if "error: " in line]
 
 
+COLLECT = """
+import faulthandler, gc, sys, threading, time
+from pathlib import Path
+from pretrain.watch import Watch
+
+class Slow:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(0.01)  # others run meanwhile
+
+def planted(file, real=faulthandler.dump_traceback):
+    real(file)
+    for _ in range(100):
+        Slow()
+    gc.set_threshold(1)
+
+def start_threads():
+    while True:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+gc.set_threshold(0)
+faulthandler.dump_traceback = planted
+watch = Watch(Path(sys.argv[1]), 0, 1, 1000)
+threading.Thread(target=start_threads, daemon=True).start()
+threading.Timer(1, watch.end_process).start()
+time.sleep(1000)
+"""
+
+
+def test_a_process_is_ended_although_its_memory_is_collected_meanwhile(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", COLLECT, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1, done.stderr
+    (line,) = error_lines(done.stderr)
+    assert "last seen in step 0 at <module> of <string>. See" in line
+
+
 @pytest.mark.parametrize(("rank", "fault"), [(0, KILL), (1, KILL), (1, STOP), (0, HANG)])
 def test_the_rank_at_fault_is_named_once(
     prepared: Path, tmp_path: Path, rank: int, fault: str
