@@ -18,8 +18,9 @@ from data_pipeline.config import PairsConfig
 from pretrain.config import Config, ModelConfig, PhaseConfig, TrainConfig, phases_of
 from pretrain.optim import learning_rate
 
-SCHEMA = 3
-"""Schema 1 held every field of the config; schema 2 is of runs that replaced masked words whole."""
+SCHEMA = 4
+"""Schema 1 held every field of the config; schema 2 is of runs that replaced masked words whole,
+and 3 of runs that split and cut sentences from their start alone under the objective `sop`."""
 MODEL = (
     "architecture",
     "hidden_size",
@@ -172,7 +173,12 @@ def check_fingerprint(
             f"from step {step:,} to {after:,} in place of {before:,}: the learning rate goes on at "
             f"{now:.3g}, it would have been {was:.3g}"
         )
-    if saved["schema"] < SCHEMA and step:
+    if saved["schema"] < 4 and step and saved["data.objective"] == "sop":
+        lines.append(
+            "an earlier version began this run: where it split or cut within a sentence, pairs are "
+            f"other ones from step {step:,} on, whose lengths do not tell their order"
+        )
+    if saved["schema"] < 3 and step:
         lines.append(
             "an earlier version began this run: dropout, and the data of phases after the first, "
             f"are drawn by other random numbers from step {step:,} on, and a masked token becomes "

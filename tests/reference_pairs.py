@@ -114,23 +114,33 @@ class NotPossible(Exception):
     """The documents cannot give a random B to half of the pairs."""
 
 
-def segments_of(corpus: Corpus, max_tokens: int) -> tuple[list[tuple[int, int, int]], set[int]]:
+def segments_of(
+    corpus: Corpus, max_tokens: int, both_ways: bool = False
+) -> tuple[list[tuple[int, int, int]], set[int]]:
     """((start, end, document) of each segment, all places where a word starts)."""
-    segments, word_starts, place = [], set(), 0
+    segments, word_starts, place, long = [], set(), 0, 0
     for number, document in enumerate(corpus):
         for sentence in document:
             start = place
             for pieces in sentence:
                 word_starts.add(place)
                 place += pieces
-            while place - start > max_tokens:
+            end, rest, long = place, [], long + (place - start > max_tokens)
+            while both_ways and long % 2 == 0 and end - start > max_tokens:
+                cut = end - max_tokens
+                while cut < end and cut not in word_starts:
+                    cut += 1
+                cut = cut if cut < end else end - max_tokens  # a giant word
+                rest.insert(0, (cut, end, number))
+                end = cut
+            while end - start > max_tokens:
                 cut = start + max_tokens
                 while cut > start and cut not in word_starts:
                     cut -= 1
                 cut = cut if cut > start else start + max_tokens  # a giant word
                 segments.append((start, cut, number))
                 start = cut
-            segments.append((start, place, number))
+            segments += [(start, end, number), *rest]
     return segments, word_starts
 
 
@@ -175,7 +185,11 @@ def chunks_of(
 
 
 def split_at(
-    chunk: list[int], segments: list[tuple[int, int, int]], word_starts: set[int], stream: int
+    chunk: list[int],
+    segments: list[tuple[int, int, int]],
+    word_starts: set[int],
+    stream: int,
+    both_ways: bool,
 ) -> int | None:
     """Where B starts; None if the chunk is one word."""
     value = draw(stream, chunk[0])
@@ -185,6 +199,8 @@ def split_at(
     place = start + 1 + below(value, max(end - start - 1, 1))
     after = [p for p in range(place, end) if p in word_starts]
     before = [p for p in range(start + 1, min(place, end)) if p in word_starts]
+    if both_ways and value % 2 and place not in word_starts and before:
+        return before[-1]
     return after[0] if after else before[-1] if before else None
 
 
@@ -263,7 +279,7 @@ def reference_pairs(
     Of `corpus`, every `copies` documents are one text.
     """
     max_tokens = max_seq_length - SPECIAL_COUNT[objective]
-    segments, word_starts = segments_of(corpus, max_tokens)
+    segments, word_starts = segments_of(corpus, max_tokens, objective == "sop")
     chunks = chunks_of(segments, max_tokens, short_seq_prob, key(seed, epoch, 0), run)
     if objective == "sop":
         # half of the documents are cut from the end back: the same rule before a mirror
@@ -279,7 +295,7 @@ def reference_pairs(
         if objective == "none":
             halves.append([start, end, end, end])
             continue
-        middle = split_at(chunk, segments, word_starts, key(seed, epoch, 2))
+        middle = split_at(chunk, segments, word_starts, key(seed, epoch, 2), objective == "sop")
         if middle is not None:
             halves.append([start, middle, middle, end])
             documents.append(segments[chunk[0]][2] // copies)

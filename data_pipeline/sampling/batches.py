@@ -35,7 +35,14 @@ from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import start_thread
 from data_pipeline.config import PairsConfig, check
 from data_pipeline.sampling.masking import SPANS, choose_words, replace_tokens, starts_span
-from data_pipeline.sampling.pairs import PAIR, SPECIALS, cut_segments, deal_documents, draw_pairs
+from data_pipeline.sampling.pairs import (
+    PAIR,
+    SPECIALS,
+    Segments,
+    cut_segments,
+    deal_documents,
+    draw_pairs,
+)
 from data_pipeline.sampling.token_store import StoreView, TokenStore, Vocabulary, count_parts
 
 BLOCK_TOKENS = 1 << 16  # small batches are built together, up to this many tokens
@@ -124,7 +131,7 @@ class BatchSource:
         self.store, self.data, self.seed = store, data, seed
         self.n_parts = count_parts(len(store))  # epoch parts in each epoch
         self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
-        self.segments = cut_segments(store, self.max_tokens) if self.n_parts == 1 else None
+        self.segments = self.cut(store) if self.n_parts == 1 else None
         self.part_sizes: list[int] = []  # examples in each part
         self.drawn_parts: dict[int, Future] = {}  # at most two: a step may need the next one
         self.built: tuple[tuple, Batch] | None = None  # what the batch is for, and the batch
@@ -155,6 +162,9 @@ class BatchSource:
         """Take over the `part_sizes` of a source with the same arguments, to resume at once."""
         self.part_sizes = list(part_sizes)
 
+    def cut(self, store: TokenStore | StoreView) -> Segments:
+        return cut_segments(store, self.max_tokens, both_ways=self.data.objective == "sop")
+
     def draw_part(self, number: int) -> np.ndarray:
         rules = {
             "max_seq_length": self.data.max_seq_length,
@@ -172,7 +182,7 @@ class BatchSource:
         if not len(documents):
             return np.empty(0, PAIR)
         view = StoreView(self.store, documents)
-        pairs = draw_pairs(view, cut_segments(view, self.max_tokens), **rules)
+        pairs = draw_pairs(view, self.cut(view), **rules)
         for start, end in (("a_start", "a_end"), ("b_start", "b_end")):
             length = pairs[end] - pairs[start]
             pairs[start] = view.in_store(pairs[start])

@@ -64,12 +64,23 @@ def deal_documents(store: TokenStore, n_parts: int, stream: np.uint64) -> list[n
     return [runs[np.sort(dealt[part == number])] for number in range(n_parts)]
 
 
-def cut_segments(store: TokenStore | StoreView, max_tokens: int) -> Segments:
-    """Cut the sentences of a store into segments of at most `max_tokens`, at words."""
+def cut_segments(
+    store: TokenStore | StoreView, max_tokens: int, both_ways: bool = False
+) -> Segments:
+    """Cut the sentences of a store into segments of at most `max_tokens`, at words.
+
+    both_ways: cut every second long sentence from its end, so that its short rest is as often the
+    first of its segments as the last; for the objective `sop`, to which that would tell the order.
+    """
     offsets = store.sentence_offsets
     extra = []
-    for i in np.flatnonzero(np.diff(offsets) > max_tokens):
+    for number, i in enumerate(np.flatnonzero(np.diff(offsets) > max_tokens)):
         start, end = int(offsets[i]), int(offsets[i + 1])
+        while both_ways and number % 2 and end - start > max_tokens:
+            inner = np.arange(end - max_tokens, end)
+            words = inner[store.starts_word(inner)]
+            end = int(words[0]) if len(words) else end - max_tokens  # as below
+            extra.append(end)
         while end - start > max_tokens:
             inner = np.arange(start + 1, start + max_tokens + 1)
             words = inner[store.starts_word(inner)]
@@ -131,9 +142,8 @@ def draw_pairs(
     order = derive_stream(seed, epoch, Stream.ORDER)
     if objective == "none":
         return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros_like(starts))
-    middle, inside = split_chunks(
-        store, segments, starts, edges, derive_stream(seed, epoch, Stream.SPLIT)
-    )
+    split = derive_stream(seed, epoch, Stream.SPLIT)
+    middle, inside = split_chunks(store, segments, starts, edges, split, objective == "sop")
     whole = np.flatnonzero(middle > edges[:-1])  # chunks of two words or more
     a_start, b_start, b_end = edges[:-1][whole], middle[whole], edges[1:][whole]
     a_end, label = b_start.copy(), np.zeros(len(whole), np.int64)
@@ -232,12 +242,13 @@ def split_chunks(
     starts: np.ndarray,
     edges: np.ndarray,
     stream: np.uint64,
+    both_ways: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split each chunk at random into A and B.
 
     Returns the token at which B starts, int64 (chunks,), and whether that is inside a segment, bool
-    (chunks,). Splits between two segments where the chunk has two, else at a word. A chunk of one
-    word cannot be split: its B starts at the start of the chunk.
+    (chunks,). Splits between two segments where the chunk has two, else at a word (see `word_near`
+    for `both_ways`). A chunk of one word cannot be split: its B starts at the start of the chunk.
     """
     size = np.diff(starts, append=len(segments.document))
     draw = random_u64(stream, starts)
@@ -245,26 +256,33 @@ def split_chunks(
         starts + np.minimum(1 + random_below(draw, np.maximum(size - 1, 1)), size - 1)
     ]
     single = np.flatnonzero(size == 1)
-    middle[single] = word_near(store, edges[single], edges[single + 1], draw[single])
+    middle[single] = word_near(store, edges[single], edges[single + 1], draw[single], both_ways)
     inside = size == 1
     return middle, inside
 
 
 def word_near(
-    store: TokenStore | StoreView, start: np.ndarray, end: np.ndarray, draw: np.ndarray
+    store: TokenStore | StoreView,
+    start: np.ndarray,
+    end: np.ndarray,
+    draw: np.ndarray,
+    both_ways: bool,
 ) -> np.ndarray:
     """Find a random word start inside each (start, end): int64 (n,), `start` where there is none.
 
-    Takes the first word start at or after a random token, or the last one before it.
+    Takes the first word start at or after a random token, or the last one before it. This makes
+    the part before it the longer one on average, by half a word.
+    both_ways: looks the other way first for a random half, which makes neither part the longer.
     """
     place = start + 1 + random_below(draw, np.maximum(end - start - 1, 1))
-    for step in (1, -1):
+    first = np.where(both_ways & (draw & np.uint64(1) == 1), -1, 1)
+    for step in (first, -first):
+        place = np.clip(place, start + 1, end - 1)  # back from beyond an end
         open_ = np.flatnonzero((place > start) & (place < end))
         while len(open_):
             open_ = open_[~store.starts_word(place[open_])]
-            place[open_] += step
+            place[open_] += step[open_]
             open_ = open_[(place[open_] > start[open_]) & (place[open_] < end[open_])]
-        place[place >= end] = end[place >= end] - 1  # and back, from the last token
     return np.where((place > start) & (place < end), place, start)
 
 

@@ -58,7 +58,7 @@ def test_a_run_of_schema_1_goes_on_to_where_it_would_have_come(old: Path, capsys
         assert losses
         for name in losses:
             assert line[name] == pytest.approx(wanted[name], rel=0.1), name
-    assert read_state(newest_checkpoint(old / "job/checkpoints"))["fingerprint"]["schema"] == 3
+    assert read_state(newest_checkpoint(old / "job/checkpoints"))["fingerprint"]["schema"] == 4
 
 
 def test_another_config_is_refused_for_a_run_of_schema_1_too(old: Path) -> None:
@@ -79,8 +79,8 @@ def test_the_phases_of_a_run_of_schema_1_are_read(old: Path) -> None:
 
 
 def test_a_checkpoint_of_a_later_schema_is_refused() -> None:
-    with pytest.raises(UserError, match="has schema 4, and this version reads 1 to 3"):
-        read_fingerprint({"fingerprint": fingerprint() | {"schema": 4}})
+    with pytest.raises(UserError, match="has schema 5, and this version reads 1 to 4"):
+        read_fingerprint({"fingerprint": fingerprint() | {"schema": 5}})
 
 
 # --- named settings -------------------------------------------------------------------------------

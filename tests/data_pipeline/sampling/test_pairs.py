@@ -32,7 +32,7 @@ RULES = {"objective": "nsp", "short_seq_prob": 0.1, "seed": 3, "epoch": 0}
 def pairs_of(store, max_seq_length: int, **rules) -> np.ndarray:
     rules = RULES | rules
     special = module.SPECIALS[rules["objective"]]
-    segments = cut_segments(store, max_seq_length - special)
+    segments = cut_segments(store, max_seq_length - special, rules["objective"] == "sop")
     return draw_pairs(store, segments, max_seq_length=max_seq_length, **rules)
 
 
@@ -208,7 +208,7 @@ def test_single_segments_hold_every_token_once(corpus, max_seq_length) -> None:
 @given(corpus=CORPUS, max_seq_length=st.sampled_from([8, 16, 30]))
 def test_swapped_halves_leave_out_only_chunks_of_one_word(corpus, max_seq_length) -> None:
     store = make_store(corpus)
-    segments, word_starts = segments_of(corpus, max_seq_length - 3)
+    segments, word_starts = segments_of(corpus, max_seq_length - 3, both_ways=True)
     try:
         left_out = uses(store, pairs_of(store, max_seq_length, objective="sop")) == 0
     except UserError:
@@ -369,6 +369,23 @@ def test_lengths_do_not_tell_whether_halves_are_swapped(max_seq_length) -> None:
     for name, values in features.items():
         bound = 0.01 + 2.5 / np.sqrt(test.sum())
         assert advantage(values, pairs["label"], test) < bound, name
+
+
+@pytest.mark.parametrize("n_sentences", [1, 6])
+def test_lengths_do_not_tell_the_order_of_halves_of_a_sentence(n_sentences) -> None:
+    # documents of one sentence, and sentences longer than a sequence: split and cut from the left
+    # alone, the first half is longer by a token, and the rest of a long sentence is always its end
+    rng = np.random.default_rng(5)
+    shapes = rng.integers(3, 30, (3000 // n_sentences, n_sentences))
+    corpus = [[rng.integers(1, 4, n).tolist() for n in document] for document in shapes.tolist()]
+    store = make_store(corpus)
+    pairs = np.concatenate([pairs_of(store, 32, objective="sop", epoch=e) for e in range(10)])
+    a, b = lengths(pairs)
+    longer = np.where(pairs["label"] == 1, b - a, a - b)  # of the first half in the text
+    assert abs(longer.mean()) < 0.1 + 5 * longer.std() / np.sqrt(len(longer))
+    half = np.random.default_rng(0).permutation(store.n_documents) % 2
+    test = half[documents(store, pairs["a_start"])] == 1
+    assert advantage(a - b + 32, pairs["label"], test) < 0.01 + 2.5 / np.sqrt(test.sum())
 
 
 def test_the_published_sampler_would_fail_the_length_test() -> None:
