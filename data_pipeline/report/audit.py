@@ -134,7 +134,7 @@ def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarra
         "next_elsewhere": int((~label & (elsewhere | (pairs["b_start"] < pairs["a_end"]))).sum()),
         "empty": int(((a == 0) | (b == 0)).sum()),
         "longest": int((a + b).max()),
-        "majority": float(max(label[~fit].mean(), 1 - label[~fit].mean())),
+        "majority": majority(label[~fit]),
         "by_lengths": accuracy([a, b], label, fit),
         "by_total": accuracy([a + b], label, fit),
         "lengths": {
@@ -142,6 +142,11 @@ def audit_pairs(pairs: np.ndarray, document_of: Callable[[np.ndarray], np.ndarra
             for name, values in (("a", a), ("b", b), ("total", a + b))
         },
     }
+
+
+def majority(label: np.ndarray) -> float:
+    """Compute the share of the more frequent label; 0.5 without any."""
+    return float(max(label.mean(), 1 - label.mean())) if len(label) else 0.5
 
 
 def audit_overlap(
@@ -154,7 +159,9 @@ def audit_overlap(
     shared = share_of_words(store, pairs)
     label = pairs["label"].astype(bool)
     return {
-        "shared_words": [float(shared[label == x].mean()) for x in (False, True)],
+        "shared_words": [
+            float(shared[label == x].sum() / max((label == x).sum(), 1)) for x in (False, True)
+        ],
         "histograms": [histogram(shared[label == x], top=1) for x in (False, True)],
         **accuracy([shared], label, half_of(document_of(pairs["a_start"]))),
     }
@@ -271,6 +278,9 @@ def audit_masks(
             "random": float(is_random.sum() / n),
             "kept": float((~is_mask & is_kept).sum() / n),
         },
+        # share of the random pieces that are the token itself by chance, and count as kept
+        "drawn_same": float(np.isin(labels, vocabulary.ordinary).sum() / n)
+        / len(vocabulary.ordinary),
         "special_pieces": int((~np.isin(shown[is_random], vocabulary.ordinary)).sum()),
         "changed_unmasked": int((original != seen)[~masked].sum()),
     }

@@ -32,8 +32,11 @@ def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> 
 
     The table has about 100 pairs of `fit` in each cell and predicts a cell's most frequent label.
     Returns its accuracy on the pairs not in `fit`: `accuracy` over all of them, and `balanced`, the
-    mean of the accuracies on each label, which is 0.5 for features that tell nothing.
+    mean of the accuracies on each label, which is 0.5 for features that tell nothing. Both are 0.5
+    if all pairs are in `fit`, as a single one is.
     """
+    if fit.all():
+        return {"accuracy": 0.5, "balanced": 0.5}
     n = int(np.clip((fit.sum() / 100) ** (1 / len(features)), 2, 32))
     cell = np.zeros(len(label), np.int64)
     for values in features:

@@ -131,6 +131,27 @@ def test_the_smallest_corpora_have_a_report_too(shape: str, objective: str, resu
     assert not exact & failing(found["checks"])
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_corpus_of_one_pair_has_a_report_without_nan(result: dict) -> None:
+    found = audit.audit_store(make_store([[[1] * 9]]), PairsConfig(objective="sop"), seed=0)
+    found["checks"] = check_results(found)
+    assert found["epoch"]["sequences"] == 1
+    json.dumps(found, allow_nan=False)
+    assert not Page(report.render_page({**result, **found})).open
+    assert not {name for name in failing(found["checks"]) if name.startswith("Labels told")}
+
+
+@pytest.mark.parametrize("shares", [(0.0, 1.0), (0.5, 0.5), (0.8, 0.1)])
+def test_random_pieces_that_are_the_token_itself_are_expected(shares) -> None:
+    # one in 60 is, with 60 ordinary pieces: 1.7 % of the predicted tokens if all become random
+    data = PairsConfig(mask_replace_prob=shares[0], random_replace_prob=shares[1])
+    store = make_store([[[1, 2, 1, 3, 1, 1, 2, 1]] * 40] * 60)
+    found = audit.audit_store(store, data, seed=0)
+    assert found["masks"]["drawn_same"] == pytest.approx(1 / 60)
+    failed = failing(check_results(found))
+    assert not {name for name in failed if name.startswith("In a masked place")}
+
+
 # --- measures -------------------------------------------------------------------------------------
 
 SENTENCES = np.array([0, 4, 5, 12, 20, 33, 40])
