@@ -424,12 +424,20 @@ def check_documents(document: np.ndarray) -> None:
     """Raise `UserError` if one document has too many of the chunks for B's to be exchanged."""
     n = len(document)
     largest = int(np.bincount(document).max()) if n else 0
-    if n < 4 or n - largest < (n // 2) - (n // 2) // 2:
+    choices = (
+        "Change how documents are divided (corpus.layout), add text, or set "
+        "data.objective=sop or none"
+    )
+    if n < 4:
+        raise UserError(
+            f"next-sentence prediction takes four pairs or more, to exchange the B's of two: the "
+            f"corpus gives {n:,}, {largest:,} of them from one document. {choices}"
+        )
+    if n - largest < (n // 2) - (n // 2) // 2:
         raise UserError(
             "next-sentence prediction takes random B's from other documents: the corpus gives "
             f"{n:,} pairs, {largest:,} of them from one document (at most 75 % are possible). "
-            "Change how documents are divided (corpus.layout), add text, or set "
-            "data.objective=sop or none"
+            + choices
         )
 
 
