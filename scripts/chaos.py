@@ -44,6 +44,7 @@ TRAINING = (
 PREPARATION = tuple(
     f"data_pipeline.common.folders:{name}" for name in ("write_file", "sync_files", "hash_file")
 )
+PATIENCE = 30.0  # seconds that the other ranks have to end too
 STOPS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 FAULTS = {  # kind -> what one process does, the exit codes that may follow, processes, points
     "kill": ("os.kill(os.getpid(), signal.SIGKILL)", {-9, 1, 137}, (1, 2), TRAINING),
@@ -114,10 +115,9 @@ def start_processes(ranks: list[list[str]]) -> int:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         running.append(subprocess.Popen([sys.executable, *words], env=one, cwd=ROOT, **quiet))
     code, end = 0, time.monotonic() + 600
-    while any(process.poll() is None for process in running) and time.monotonic() < end:
-        codes = [process.returncode for process in running if process.returncode]
-        if codes and not code:
-            code, end = codes[0], min(end, time.monotonic() + 30)
+    while None in (codes := [process.poll() for process in running]) and time.monotonic() < end:
+        if not code and any(codes):
+            code, end = next(filter(None, codes)), min(end, time.monotonic() + PATIENCE)
         time.sleep(0.05)
     for process in running:
         process.kill()

@@ -1,6 +1,7 @@
 """What is interrupted in any way ends with the bits of what is not."""
 
 import sys
+import time
 from copy import copy
 from pathlib import Path
 
@@ -57,6 +58,15 @@ def test_a_kill_is_survived_and_a_fault_that_never_comes_is_no_survivor(runs: ch
     assert runs.launch(runs.out / "never", "kill", 1, "first", **plan) == 0
     assert not list((runs.out / "never/first").glob("fired-*"))
     assert chaos.explain(runs.out / "never", runs.reference("kill", 1)) == ""
+
+
+def test_the_code_of_a_rank_is_seen_while_the_first_one_hangs(monkeypatch) -> None:
+    monkeypatch.setattr(chaos, "PATIENCE", 1.0)
+    began = time.monotonic()
+    hangs, fails = ["-c", "import time; time.sleep(1000)"], ["-c", "raise SystemExit(3)"]
+    assert chaos.start_processes([hangs, fails]) == 3
+    assert time.monotonic() - began < 300  # of the 600 that a job may take
+    assert chaos.start_processes([["-c", ""], ["-c", ""]]) == 0
 
 
 def test_what_differs_is_named(runs: chaos.Chaos) -> None:
