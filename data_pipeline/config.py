@@ -207,6 +207,9 @@ class PairsConfig:
     """Tokens of a sequence, [CLS] and both [SEP] included."""
     objective: str = "nsp"
     """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
+    single_segment_prob: float = number(0.0, "[0, 1]")
+    """Share of the sequences that have one segment all the same, and no part in this objective.
+    Evaluations have none."""
     masking: str = "whole_word"
     """What is masked together: a `whole_word`, a `span` of 1 to 10 words as in SpanBERT, an `ngram`
     of 1 to 3 words as in ALBERT, or each `token` alone."""
@@ -228,6 +231,11 @@ class PairsConfig:
         shares = (self.mask_replace_prob, self.random_replace_prob)
         check(
             sum(shares) <= 1, f"data.mask_replace_prob and random_replace_prob sum to {sum(shares)}"
+        )
+        check(
+            self.objective != "none" or not self.single_segment_prob,
+            f"data.single_segment_prob is {self.single_segment_prob:g}, and with data.objective "
+            "none all sequences have one segment; drop it",
         )
 
 

@@ -132,12 +132,14 @@ class PhaseConfig:
     steps: float = number(0, "(0, 1e9]")
     """Updates of the phase; below 1: its share of `train.max_steps`."""
     max_seq_length: int | None = number(None, "[8, 1e6]")
-    """As in `data`, like the three below. Evaluations use the length of `data`, to stay comparable,
+    """As in `data`, like the four below. Evaluations use the length of `data`, to stay comparable,
     and in a phase of another length that one too."""
     masked_lm_prob: float | None = number(None, "(0, 1)")
     """Probability that a token is predicted."""
     max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
     """Largest number of predicted tokens per sequence."""
+    single_segment_prob: float | None = number(None, "[0, 1]")
+    """Share of sequences with one segment."""
     short_seq_prob: float | None = number(None, "[0, 1)")
     """Share of sequences with a random shorter target length."""
     global_batch_size: int | None = number(None, "[1, 1e7]")
@@ -354,6 +356,12 @@ class Config(DataConfig):
         self.validate_objectives()
         if self.train.phases:
             self.validate_phases()
+        has_pairs = any(phase.data.single_segment_prob < 1 for phase in phases_of(self))
+        check(
+            self.data.objective == "none" or has_pairs,
+            f"single_segment_prob is 1 throughout, and data.objective {self.data.objective} wants "
+            "pairs; set data.objective=none",
+        )
 
     def validate_length(self, data: PairsConfig) -> None:
         check(

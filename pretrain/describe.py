@@ -54,7 +54,7 @@ def show_sequence(batch: Batch, vocabulary: Vocabulary, objective: str) -> str:
         show(token) + (f"({show(labels[i])})" if i in labels else "")
         for i, token in enumerate(batch.input_ids.tolist())
     )
-    label = LABELS[objective][int(batch.next_sentence_label)]
+    label = LABELS[objective][int(batch.next_sentence_label)] if batch.pairs else ""
     return " ".join([f"{label}:"] * bool(label) + list(words))
 
 

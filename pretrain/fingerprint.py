@@ -53,7 +53,13 @@ TRAIN = (
     "bag_of_words_weight",
     "sampled_softmax",
 )
-PHASE_DATA = ("max_seq_length", "masked_lm_prob", "max_predictions_per_seq", "short_seq_prob")
+PHASE_DATA = (
+    "max_seq_length",
+    "masked_lm_prob",
+    "max_predictions_per_seq",
+    "single_segment_prob",
+    "short_seq_prob",
+)
 PHASE_TRAIN = ("global_batch_size", "learning_rate")
 LENGTHS = ("warmup_steps", "decay_steps", "max_steps")  # of a schedule
 RATES_COMPARED = 10_000  # at most this many finished steps, evenly spaced

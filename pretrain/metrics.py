@@ -21,11 +21,14 @@ def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]
     """Compute mean losses (nats) and accuracies from the summed rows of the objectives.
 
     sums: (objectives, ROW).
-    An objective without labels has means of 0; they are NaN if no objective has any.
+    Without labels the first objective has means of 0, and the others have none, as NSP where all
+    sequences are single segments; they are NaN if no objective has any.
     """
     metrics, total = {}, 0.0
     nothing = not sums[:, -1].any()  # every step since the last log line was skipped
     for one, (loss, right, count) in zip(objectives, sums.tolist(), strict=True):
+        if metrics and not (count or nothing):
+            continue
         count = math.nan if nothing else max(count, 1)
         metrics |= {f"{one.name}_loss": loss / count, f"{one.name}_accuracy": right / count}
         total += one.weight * loss / count

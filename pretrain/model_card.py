@@ -226,7 +226,9 @@ def training_procedure(config: Config, state: dict, phases: list[Phase], paramet
         ),
     ]
     if data.objective in PAIRS:
-        rows.append(("Sentence pairs", f"predict {PAIRS[data.objective][1]}"))
+        single = by_phase(phases, lambda phase: f"{phase.data.single_segment_prob:.0%}")
+        less = "" if single == "0%" else f"; {single} of the sequences are a single segment"
+        rows.append(("Sentence pairs", f"predict {PAIRS[data.objective][1]}{less}"))
     return table(("Setting", "Value"), rows)
 
 

@@ -93,7 +93,7 @@ class SentencePairs:
     weight: float = 1.0
 
     def count(self, batch: Batch) -> int:
-        return len(batch.next_sentence_label)
+        return batch.pairs
 
     def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
         """Compute the row of a batch, as `MaskedLM.measure` does."""

@@ -246,6 +246,7 @@ def build_held_out(
     """Build the held-out batches at `data.max_seq_length` and at the other lengths of the phases.
 
     Masks are those that `data` asks for, at most as many a sequence as a phase of its length has.
+    All sequences are pairs, unless `data.objective` is none.
 
     Returns length -> batches, about as many tokens at each length, without those lengths for which
     the held-out split gives no pairs; a warning says so.
@@ -255,12 +256,13 @@ def build_held_out(
     settings, base, found = config.train, config.data.max_seq_length, {}
     every = [*(phase.data for phase in phases), config.data]  # of one length the last counts
     most = {data.max_seq_length: data.max_predictions_per_seq for data in every}
+    pairs_only = replace(config.data, single_segment_prob=0.0)
     for length in most:
         try:
             found[length] = HeldOut(
                 Path(config.data_dir) / "store",
                 store,
-                replace(config.data, max_seq_length=length, max_predictions_per_seq=most[length]),
+                replace(pairs_only, max_seq_length=length, max_predictions_per_seq=most[length]),
                 max(settings.eval_examples * base // length, 1),
                 max(settings.micro_batch_size * base // length, 1),
                 accelerator,

@@ -267,6 +267,7 @@ def reference_pairs(
     *,
     max_seq_length: int,
     objective: str,
+    single_segment_prob: float = 0.0,
     short_seq_prob: float,
     seed: int,
     epoch: int,
@@ -289,30 +290,35 @@ def reference_pairs(
         turned = [draw(key(seed, epoch, 5), number) >> 63 for number in range(len(corpus))]
         chunks = [c for c in chunks if not turned[segments[c[0]][2]]]
         chunks = sorted(chunks + [c for c in back if turned[segments[c[0]][2]]])
-    halves, documents, inside = [], [], []
-    for chunk in chunks:
+    share = 1 if objective == "none" else single_segment_prob
+    drawn = sorted(range(len(chunks)), key=lambda i: draw(key(seed, epoch, 10), i) >> 32)
+    single = drawn[: round(share * len(chunks))]
+    whole, halves, documents, inside = [], [], [], []
+    for number, chunk in enumerate(chunks):
         start, end = segments[chunk[0]][0], segments[chunk[-1]][1]
-        if objective == "none":
-            halves.append([start, end, end, end])
+        if number in single:
+            whole.append((start, end, end, end, -100))
             continue
         middle = split_at(chunk, segments, word_starts, key(seed, epoch, 2), objective == "sop")
         if middle is not None:
             halves.append([start, middle, middle, end])
             documents.append(segments[chunk[0]][2] // copies)
             inside.append(len(chunk) == 1)
+    if objective == "sop" and not halves and len(single) < len(chunks):
+        raise NotPossible("no text of two words")
     labels = [0] * len(halves)
     if objective == "sop":
         stream = key(seed, epoch, 3)
         for i in sorted(range(len(halves)), key=lambda i: draw(stream, i))[: len(halves) // 2]:
             halves[i], labels[i] = halves[i][2:] + halves[i][:2], 1
-    if objective == "nsp":
+    if objective == "nsp" and len(single) < len(chunks):
         lengths = [half[3] - half[2] for half in halves]
         givers = exchanged(documents, lengths, inside, key(seed, epoch, 3), bucket_size)
         before = [list(half) for half in halves]
         for taker, giver in givers.items():
             halves[taker], labels[taker] = before[taker][:2] + before[giver][2:], 1
         halves = [truncated(half, word_starts, max_tokens) for half in halves]
-    pairs = [(*half, label) for half, label in zip(halves, labels, strict=True)]
+    pairs = [(*half, label) for half, label in zip(halves, labels, strict=True)] + whole
     stream = key(seed, epoch, 1)
     return [pairs[i] for i in sorted(range(len(pairs)), key=lambda i: draw(stream, i) >> 32)]
 
@@ -370,7 +376,6 @@ def reference_example(
     pair: tuple[int, ...],
     stream: int,
     *,
-    objective: str,
     masking: str,
     masked_lm_prob: float,
     max_predictions: int | None,
@@ -378,7 +383,7 @@ def reference_example(
     """One sequence: its ids, types, masked positions and labels."""
     text = store.tokens.tolist()
     segments = [text[pair[0] : pair[1]]]
-    if objective != "none":
+    if pair[2] < pair[3]:
         segments.append(text[pair[2] : pair[3]])
     ids, types, words = [2], [0], []
     for number, segment in enumerate(segments):

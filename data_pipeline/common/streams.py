@@ -26,6 +26,7 @@ class Stream(IntEnum):
     PHASES = 7  # seed of each phase
     DROPOUT = 8
     SAMPLE = 9  # of the vocabulary, to estimate a loss from
+    SINGLE = 10  # which chunks stay one segment
 
 
 def mix(x: np.ndarray) -> np.ndarray:

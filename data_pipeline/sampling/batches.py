@@ -59,8 +59,13 @@ class Batch:
     cu_seqlens: torch.Tensor  # (B + 1,) start of each sequence, and T
     masked_positions: torch.Tensor  # (M,) ascending, indices into the T tokens
     masked_labels: torch.Tensor  # (M,) the original tokens at these positions
-    next_sentence_label: torch.Tensor  # (B,) 0 IsNext, 1 random
+    next_sentence_label: torch.Tensor  # (B,) 0 IsNext, 1 random, -100 a single segment
     max_length: int  # tokens of the longest sequence
+    pairs: int = -1  # sequences of two segments; counted on the host, where the labels begin
+
+    def __post_init__(self) -> None:
+        if self.pairs < 0:
+            self.pairs = int((self.next_sentence_label >= 0).sum())
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to `device`, without waiting for it; a no-op on the CPU."""
@@ -169,6 +174,7 @@ class BatchSource:
         rules = {
             "max_seq_length": self.data.max_seq_length,
             "objective": self.data.objective,
+            "single_segment_prob": self.data.single_segment_prob,
             "short_seq_prob": self.data.short_seq_prob,
             "seed": self.seed,
             "epoch": number,
@@ -306,7 +312,7 @@ def build_batch(
     pairs: `PAIR` array (B,), positions in `store`.
     streams: uint64 (B,), random stream of each pair, from which its masks are drawn.
     """
-    segments = lay_out_segments(pairs, SPECIALS[data.objective])
+    segments = lay_out_segments(pairs)
     input_ids = join_tokens(store, segments)
     words = find_words(store, data.masking, segments, streams, input_ids)
     masked, labels = mask_words(
@@ -364,11 +370,12 @@ class Words:
     first: np.ndarray  # int64 (B + 1,), first word of each sequence, and W
 
 
-def lay_out_segments(pairs: np.ndarray, specials: int) -> SegmentLayout:
-    """Lay the segments of `pairs` end to end, with so many special tokens per pair."""
+def lay_out_segments(pairs: np.ndarray) -> SegmentLayout:
+    """Lay the segments of `pairs` end to end, with their special tokens."""
     starts = np.stack([pairs["a_start"], pairs["b_start"]], 1)
     ends = np.stack([pairs["a_end"], pairs["b_end"]], 1)
-    sizes = ends - starts + (2, specials - 2)
+    sizes = ends - starts
+    sizes += np.stack([np.full(len(pairs), 2), sizes[:, 1] > 0], 1)
     edges = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=edges[1:])
     return SegmentLayout(starts.ravel(), ends.ravel(), edges)
@@ -378,9 +385,10 @@ def join_tokens(store: TokenStore, segments: SegmentLayout) -> np.ndarray:
     """Join slices of the store and special tokens to the tokens of a batch: int64 (T,)."""
     spans = store.spans(segments.starts, segments.ends)
     cls, sep = (store.dtype.type(store.vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
-    n, has_b = len(spans) // 2, segments.edges[2] > segments.edges[1]
-    runs: list = [sep if has_b else b""] * (5 * n)
-    runs[0::5], runs[1::5], runs[2::5], runs[3::5] = [cls] * n, spans[::2], [sep] * n, spans[1::2]
+    n = len(spans) // 2
+    runs: list = [sep] * (5 * n)
+    runs[0::5], runs[1::5], runs[3::5] = [cls] * n, spans[::2], spans[1::2]
+    runs[4::5] = [sep if size else b"" for size in segments.sizes[1::2].tolist()]
     return np.frombuffer(b"".join(runs), store.dtype).astype(np.int64)
 
 

@@ -26,8 +26,9 @@ from data_pipeline.common.streams import Stream, derive_stream, random_below, ra
 from data_pipeline.sampling.token_store import StoreView, TokenStore, count_parts, find_run_edges
 
 PAIR = np.dtype([(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "label")])
+NO_PAIR = -100  # label of a sequence of one segment, as torch's losses ignore it
 LABELS = {"nsp": ("IsNext", "random"), "sop": ("in order", "swapped"), "none": ("", "")}
-SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
+SPECIALS = {"nsp": 3, "sop": 3, "none": 2}  # at most: [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
 RUN = 4096  # most segments to cut into chunks one after another
 BUCKET = 4  # chunks with B's of about equal length; half of them exchange their B's
 
@@ -116,13 +117,15 @@ def draw_pairs(
     *,
     max_seq_length: int,
     objective: str,
+    single_segment_prob: float = 0.0,
     short_seq_prob: float,
     seed: int,
     epoch: int,
 ) -> np.ndarray:
     """Draw the pairs of one epoch, in the order of training; a pure function of its arguments.
 
-    Returns a `PAIR` array of token positions in the store; `b_start == b_end` for objective "none".
+    Returns a `PAIR` array of token positions in the store. A share `single_segment_prob` of the
+    chunks, and all of objective "none", stay whole: `b_start == b_end`, and label `NO_PAIR`.
     Raises `UserError` if the documents cannot give random B's (see `check_documents`).
     Two kinds of tokens are left out: texts of a single word, which cannot be split into A and B,
     and the end of the longer segment where a pair with an exchanged B exceeds a sequence.
@@ -138,34 +141,46 @@ def draw_pairs(
             segments, starts, back, derive_stream(seed, epoch, Stream.DIRECTIONS)
         )
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
-    document = segments.document[starts]
     order = derive_stream(seed, epoch, Stream.ORDER)
-    if objective == "none":
-        return shuffle(order, edges[:-1], edges[1:], edges[1:], edges[1:], np.zeros_like(starts))
+    share = 1.0 if objective == "none" else single_segment_prob
+    single = choose_share(len(starts), share, derive_stream(seed, epoch, Stream.SINGLE))
+    a, b = edges[:-1][single], edges[1:][single]
+    whole = a, b, b, b, np.full(len(a), NO_PAIR)
+    if single.all():
+        return shuffle(order, *whole)
     split = derive_stream(seed, epoch, Stream.SPLIT)
     middle, inside = split_chunks(store, segments, starts, edges, split, objective == "sop")
-    whole = np.flatnonzero(middle > edges[:-1])  # chunks of two words or more
-    a_start, b_start, b_end = edges[:-1][whole], middle[whole], edges[1:][whole]
-    a_end, label = b_start.copy(), np.zeros(len(whole), np.int64)
-    draw = random_u64(derive_stream(seed, epoch, Stream.EXCHANGE), np.arange(len(whole)))
+    halved = np.flatnonzero((middle > edges[:-1]) & ~single)  # chunks of two words or more
+    a_start, b_start, b_end = edges[:-1][halved], middle[halved], edges[1:][halved]
+    a_end, label = b_start.copy(), np.zeros(len(halved), np.int64)
+    draw = random_u64(derive_stream(seed, epoch, Stream.EXCHANGE), np.arange(len(halved)))
     if objective == "sop":
-        if not len(whole):
+        if not len(halved):
             raise UserError(
                 "sentence-order prediction needs texts of two words or more, and all "
-                f"{len(starts):,} texts have a single word; change how documents are divided "
+                f"{(~single).sum():,} texts have a single word; change how documents are divided "
                 "(corpus.layout) or set data.objective=none"
             )
-        swap = np.argsort(draw, kind="stable")[: len(whole) // 2]
+        swap = np.argsort(draw, kind="stable")[: len(halved) // 2]
         a_start[swap], b_start[swap] = b_start[swap], a_start[swap]
         a_end[swap], b_end[swap] = b_end[swap], a_end[swap]
         label[swap] = 1
     else:
-        text = segments.texts[document[whole]]
-        givers, takers = exchange_second_segments(text, b_end - b_start, inside[whole], draw)
+        text = segments.texts[segments.document[starts][halved]]
+        givers, takers = exchange_second_segments(text, b_end - b_start, inside[halved], draw)
         b_start[takers], b_end[takers] = b_start[givers], b_end[givers]
         label[takers] = 1
         truncate(store, a_start, a_end, b_start, b_end, max_tokens)
-    return shuffle(order, a_start, a_end, b_start, b_end, label)
+    pairs = a_start, a_end, b_start, b_end, label
+    return shuffle(order, *map(np.append, pairs, whole))
+
+
+def choose_share(n: int, share: float, stream: np.uint64) -> np.ndarray:
+    """Choose a share of `n` rows at random, rounded to whole rows: bool (n,)."""
+    chosen = np.full(n, share == 1)
+    if 0 < share < 1:
+        chosen[sort_rows(draw=random_u64(stream, np.arange(n)))[: round(share * n)]] = True
+    return chosen
 
 
 def chunk_starts(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import assert_same_run, metrics, newest, run, train_here
+from safetensors.torch import load_file
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
@@ -42,6 +43,10 @@ def rates(config: Config) -> list[float]:
         phase = phase_at(phases, step)
         out.append(learning_rate(step - phase.schedule_start, phase.train))
     return out
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob("step-*"))
 
 
 def steps_of(config: Config, store: TokenStore, start: int = 0, rank: int = 0, size: int = 1):
@@ -98,9 +103,9 @@ def test_the_loop_sets_these_rates(prepared: Path, straight: Path) -> None:
 
 def test_no_two_streams_of_random_numbers_are_the_same() -> None:
     """The seed of phase 1 was once the stream that deals the parts of epoch 1."""
-    assert len(set(Stream)) == len(Stream.__members__) == 10
+    assert len(set(Stream)) == len(Stream.__members__) == 11
     streams = {derive_stream(7, i, stream) for i in range(100) for stream in Stream}
-    assert len(streams) == 1000
+    assert len(streams) == 1100
     config = Config(seed=7)
     config.train.phases = [PhaseConfig(steps=0.5), PhaseConfig(steps=0.5)]
     assert phases_of(config)[1].seed not in {
@@ -118,6 +123,40 @@ def test_lengths_and_batch_sizes_change_where_a_phase_begins(prepared, store) ->
         longest = max(batch.max_length for batch in batches)
         assert longest <= 64 if step < 8 else 64 < longest <= 128
         assert [len(batch.next_sentence_label) for batch in batches] == [4] * (4 if step < 8 else 2)
+
+
+def test_pairs_come_after_single_segments_and_are_judged_all_the_time(
+    prepared: Path, tmp_path: Path, store
+) -> None:
+    """A phase of single segments asks nothing of the pair head, whose weights stay, and says
+    nothing of it; held-out sequences are pairs in each."""
+    phases = "train.phases=[{steps: 8, single_segment_prob: 1}, {steps: 4}]"
+    for step, batches in enumerate(steps_of(load(prepared, phases), store)):
+        labels = {label for batch in batches for label in batch.next_sentence_label.tolist()}
+        assert labels == {-100} if step < 8 else labels <= {0, 1}
+    adamw = ("train.optimizer=adamw", "train.weight_decay=0", "train.save_every=4")
+    kept = ("train.log_every=1", "train.eval_every=4", "train.keep_checkpoints=3")
+    train_here(prepared, tmp_path, phases, *adamw, *kept)
+    logged = {line["step"]: line for line in metrics(tmp_path) if "train/loss" in line}
+    assert [step for step, line in logged.items() if "train/nsp_loss" in line] == [9, 10, 11, 12]
+    judged = [line["eval/nsp_accuracy"] for line in metrics(tmp_path) if "eval/loss" in line]
+    assert len(judged) == 3
+    first, second, last = (load_file(path / "model.safetensors") for path in checkpoints(tmp_path))
+    for name in ("pooler.weight", "nsp.weight"):
+        assert torch.equal(first[name], second[name]) and not torch.equal(second[name], last[name])
+    word = "embeddings.word.weight"
+    assert not torch.equal(first[word], second[word])
+
+
+def test_pairs_that_never_come_are_refused(prepared) -> None:
+    for asked in (
+        "data.single_segment_prob=1",
+        "train.phases=[{steps: 12, single_segment_prob: 1}]",
+    ):
+        with pytest.raises(UserError, match="single_segment_prob is 1 throughout"):
+            load(prepared, asked)
+    with pytest.raises(UserError, match="all sequences have one segment; drop it"):
+        load(prepared, "data.objective=none", "data.single_segment_prob=0.5")
 
 
 def test_the_first_phase_is_what_a_run_without_phases_sees_and_the_next_differs(

@@ -73,7 +73,6 @@ def slow_rows(source: BatchSource, epoch: int, numbers: range) -> list[dict]:
             source.store,
             source.pairs(epoch)[i].tolist(),
             draw(key(SEED, epoch, 4), i),
-            objective=source.data.objective,
             masking=source.data.masking,
             masked_lm_prob=0.15,
             max_predictions=source.data.max_predictions_per_seq,
@@ -82,15 +81,18 @@ def slow_rows(source: BatchSource, epoch: int, numbers: range) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+@pytest.mark.parametrize(
+    "objective, share", [("nsp", 0.0), ("nsp", 0.5), ("nsp", 1.0), ("sop", 0.2), ("none", 0.0)]
+)
 @pytest.mark.parametrize("masking", ["whole_word", "token"])
 @pytest.mark.parametrize("max_predictions", [None, 5])
 def test_a_batch_of_real_text_is_that_of_the_slow_assembly(
-    store, objective, masking, max_predictions
+    store, objective, share, masking, max_predictions
 ) -> None:
     data = PairsConfig(
         max_seq_length=64,
         objective=objective,
+        single_segment_prob=share,
         masking=masking,
         max_predictions_per_seq=max_predictions,
     )
@@ -126,9 +128,9 @@ def test_a_batch_of_any_corpus_is_that_of_the_slow_assembly(corpus, objective, m
     assert rows_at(source, 0, n) == slow_rows(source, 0, range(n))
 
 
-@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
-def test_the_arrays_of_a_batch_agree_with_each_other(store, objective) -> None:
-    data = PairsConfig(max_seq_length=64, objective=objective)
+@pytest.mark.parametrize("objective, share", [("nsp", 0.0), ("sop", 0.5), ("none", 0.0)])
+def test_the_arrays_of_a_batch_agree_with_each_other(store, objective, share) -> None:
+    data = PairsConfig(max_seq_length=64, objective=objective, single_segment_prob=share)
     batch = BatchSource(store, data, SEED).batch(5, 40)
     lengths = batch.cu_seqlens.diff()
     for item in dataclasses.fields(Batch):
@@ -140,14 +142,16 @@ def test_the_arrays_of_a_batch_agree_with_each_other(store, objective) -> None:
     assert batch.sequence_ids.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
     assert batch.position_ids.tolist() == [p for n in lengths for p in range(n)]
     assert len(batch.masked_positions) == len(batch.masked_labels)
+    assert batch.pairs == sum(row["label"] >= 0 for row in rows(batch))
+    assert batch.pairs == {"nsp": 40, "none": 0}.get(objective, batch.pairs)
     for row in rows(batch):
         assert row["ids"][0] == 2 and row["ids"][-1] == 3
         separators = [i for i, token in enumerate(row["ids"]) if token == 3]
-        if objective == "none":
-            assert len(separators) == 1 and not any(row["types"]) and row["label"] == 0
+        if row["label"] == -100:
+            assert len(separators) == 1 and not any(row["types"])
         else:
             after = len(row["ids"]) - separators[0] - 1
-            assert len(separators) == 2
+            assert len(separators) == 2 and row["label"] in (0, 1)
             assert row["types"] == [0] * (separators[0] + 1) + [1] * after
 
 
@@ -340,7 +344,7 @@ def test_an_epoch_in_parts_keeps_what_holds_for_one(many, objective) -> None:
         if objective == "nsp":
             assert ((a != b) == (pairs["label"] == 1)).all()
         for part in map(source.epoch_part, source.parts_of(epoch)):
-            assert part["label"].sum() == (len(part) // 2 if objective != "none" else 0)
+            assert (part["label"] == 1).sum() == (len(part) // 2 if objective != "none" else 0)
             assert 0.5 < len(part) * 5 / len(pairs) < 1.5
             # a part is a sample of all of the store
             assert part["a_start"].min() < len(many) / 5

@@ -98,9 +98,13 @@ def test_the_generator_is_splitmix64_of_key_and_counter() -> None:
 
 
 @pytest.mark.parametrize("max_seq_length", LENGTHS)
-@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
-def test_pairs_of_real_text_are_those_of_the_slow_rules(store, objective, max_seq_length) -> None:
-    rules = RULES | {"objective": objective, "epoch": 2}
+@pytest.mark.parametrize(
+    "objective, share", [("nsp", 0.0), ("nsp", 0.3), ("sop", 0.0), ("sop", 1.0), ("none", 0.0)]
+)
+def test_pairs_of_real_text_are_those_of_the_slow_rules(
+    store, objective, share, max_seq_length
+) -> None:
+    rules = RULES | {"objective": objective, "single_segment_prob": share, "epoch": 2}
     found = pairs_of(store, max_seq_length, **rules)
     wanted = reference_pairs(
         corpus_of(store),
@@ -117,6 +121,7 @@ def test_pairs_of_real_text_are_those_of_the_slow_rules(store, objective, max_se
     corpus=CORPUS,
     max_seq_length=st.sampled_from([8, 9, 16, 30]),
     objective=st.sampled_from(["nsp", "sop", "none"]),
+    single_segment_prob=st.sampled_from([0.0, 0.0, 0.5, 0.9, 1.0]),
     short_seq_prob=st.sampled_from([0.0, 0.1, 0.9]),
     seed=st.integers(0, 2**63 - 1),
     epoch=st.integers(0, 3),
@@ -199,7 +204,7 @@ def test_single_segments_hold_every_token_once(corpus, max_seq_length) -> None:
     pairs = pairs_of(store, max_seq_length, objective="none")
     a, b = lengths(pairs)
     assert (uses(store, pairs) == 1).all()
-    assert not b.any() and not pairs["label"].any()
+    assert not b.any() and (pairs["label"] == module.NO_PAIR).all()
     assert a.min() > 0 and a.max() <= max_seq_length - 2
     assert (documents(store, pairs["a_start"]) == documents(store, pairs["a_end"] - 1)).all()
 
@@ -230,6 +235,18 @@ def test_half_of_the_pairs_are_random_and_from_another_document(store, max_seq_l
         apart = documents(store, pairs["a_start"]) != documents(store, pairs["b_start"])
         assert (apart == random).all()
         assert (pairs["a_end"] == pairs["b_start"])[~random].all()
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_share_of_the_chunks_is_whole_and_half_of_the_others_are_random(store, share) -> None:
+    pairs = pairs_of(store, 64, single_segment_prob=share)
+    single = pairs["label"] == -100
+    assert (lengths(pairs[single])[1] == 0).all() and (lengths(pairs[~single])[1] > 0).all()
+    assert abs(single.mean() - share) < 0.01  # a chunk of one word gives no pair
+    assert abs(pairs["label"][~single].sum() - (~single).sum() / 2) <= 1
+    assert (uses(store, pairs) <= 1).all()
+    place = np.flatnonzero(single)  # they come mixed with the pairs
+    assert place[: len(place) // 2].max() < 0.6 * len(pairs)
 
 
 @pytest.mark.parametrize("max_seq_length", LENGTHS)
