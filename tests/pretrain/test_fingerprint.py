@@ -83,6 +83,14 @@ def test_a_checkpoint_of_a_later_schema_is_refused() -> None:
         read_fingerprint({"fingerprint": fingerprint() | {"schema": 5}})
 
 
+def test_a_run_of_sop_of_schema_3_is_told_that_its_pairs_are_others() -> None:
+    now = fingerprint("data.objective=sop")
+    (line,) = check(now | {"schema": 3}, now)
+    assert "other ones from step 4 on, whose lengths do not tell their order" in line
+    assert check(now | {"schema": 3}, now, step=0) == check(now, now) == []
+    assert check(fingerprint() | {"schema": 3}, fingerprint()) == []
+
+
 # --- named settings -------------------------------------------------------------------------------
 
 
