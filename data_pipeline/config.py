@@ -209,7 +209,7 @@ class PairsConfig:
     """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
     single_segment_prob: float = number(0.0, "[0, 1]")
     """Share of the sequences that have one segment all the same, and no part in this objective.
-    Evaluations have none."""
+    Evaluations have none, but where it is 1 in a phase."""
     masking: str = "whole_word"
     """What is masked together: a `whole_word`, a `span` of 1 to 10 words as in SpanBERT, an `ngram`
     of 1 to 3 words as in ALBERT, or each `token` alone."""

@@ -21,13 +21,13 @@ def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]
     """Compute mean losses (nats) and accuracies from the summed rows of the objectives.
 
     sums: (objectives, ROW).
-    Without labels the first objective has means of 0, and the others have none, as NSP where all
-    sequences are single segments; they are NaN if no objective has any.
+    Without labels MLM has means of 0, or NaN if no objective has any, and others have none, as NSP
+    where all sequences are single segments.
     """
     metrics, total = {}, 0.0
     nothing = not sums[:, -1].any()  # every step since the last log line was skipped
     for one, (loss, right, count) in zip(objectives, sums.tolist(), strict=True):
-        if metrics and not (count or nothing):
+        if not count and one.name != "mlm":
             continue
         count = math.nan if nothing else max(count, 1)
         metrics |= {f"{one.name}_loss": loss / count, f"{one.name}_accuracy": right / count}

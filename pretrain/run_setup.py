@@ -58,7 +58,7 @@ class Run:
     accelerator: Accelerator
     store: TokenStore
     sources: list[BatchSource]  # one for each phase
-    held_out: dict[int, HeldOut]  # by length
+    held_out: dict[tuple[int, bool], HeldOut]  # by length, and whether of single segments
     probes: Probes | None
     bare: PretrainingModel
     model: torch.nn.Module  # `bare`, wrapped for many processes
@@ -242,27 +242,28 @@ def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator)
 
 def build_held_out(
     config: Config, phases: list[Phase], store: TokenStore, accelerator: Accelerator
-) -> dict[int, HeldOut]:
+) -> dict[tuple[int, bool], HeldOut]:
     """Build the held-out batches at `data.max_seq_length` and at the other lengths of the phases.
 
     Masks are those that `data` asks for, at most as many a sequence as a phase of its length has.
-    All sequences are pairs, unless `data.objective` is none.
+    A phase of single segments alone is judged by such, and any other by pairs.
 
-    Returns length -> batches, about as many tokens at each length, without those lengths for which
-    the held-out split gives no pairs; a warning says so.
+    Returns (length, of single segments?) -> batches, about as many tokens at each length, without
+    those lengths for which the held-out split gives no pairs; a warning says so.
     """
     if not store.manifest["held_out"]["documents"]:
         return {}  # `open_token_store` has warned
     settings, base, found = config.train, config.data.max_seq_length, {}
     every = [*(phase.data for phase in phases), config.data]  # of one length the last counts
     most = {data.max_seq_length: data.max_predictions_per_seq for data in every}
-    pairs_only = replace(config.data, single_segment_prob=0.0)
-    for length in most:
+    for length, single in sorted({key for phase in phases for key in judged_by(config, phase)}):
+        asked = replace(config.data, max_seq_length=length, max_predictions_per_seq=most[length])
+        objective = "none" if single else config.data.objective
         try:
-            found[length] = HeldOut(
+            found[length, single] = HeldOut(
                 Path(config.data_dir) / "store",
                 store,
-                replace(pairs_only, max_seq_length=length, max_predictions_per_seq=most[length]),
+                replace(asked, objective=objective, single_segment_prob=0.0),
                 max(settings.eval_examples * base // length, 1),
                 max(settings.micro_batch_size * base // length, 1),
                 accelerator,
@@ -270,6 +271,12 @@ def build_held_out(
         except UserError as error:
             accelerator.print(red(f"warning: no evaluation at length {length}: {error}"))
     return found
+
+
+def judged_by(config: Config, phase: Phase) -> set[tuple[int, bool]]:
+    """List the keys of `build_held_out` that an evaluation in a phase uses."""
+    single = phase.data.single_segment_prob == 1
+    return {(length, single) for length in (config.data.max_seq_length, phase.data.max_seq_length)}
 
 
 def build_probes(config: Config, store: TokenStore) -> Probes | None:

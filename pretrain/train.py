@@ -52,7 +52,7 @@ from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
 from pretrain.processes import share_from_main, stop_all
 from pretrain.report import refresh_report
-from pretrain.run_setup import Run, set_up
+from pretrain.run_setup import Run, judged_by, set_up
 from pretrain.sampled_softmax import sample_start
 from pretrain.sharding import clip_gradients, no_sync, shard_like, unshard
 from pretrain.tracking import Tracker
@@ -266,12 +266,13 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
     evaluates.
     """
     found, others = {}, {}
-    lengths = {run.config.data.max_seq_length, phase_at(run.phases, done - 1).data.max_seq_length}
+    keys = judged_by(run.config, phase_at(run.phases, done - 1))
     with record.clock.paused():
-        for length in sorted(run.held_out.keys() & lengths):
-            one = evaluate(run.bare, run.held_out[length], run.accelerator)
+        for key in sorted(run.held_out.keys() & keys):
+            one = evaluate(run.bare, run.held_out[key], run.accelerator)
             if one is None:
                 leave_evaluation(run, record, done)
+            length, _ = key
             is_base = length == run.config.data.max_seq_length
             found |= one if is_base else name_length(one, length)
         if run.probes:
