@@ -74,7 +74,8 @@ def draw_chart(
     for line in lines:
         places = [(x_place(x), y_place(y)) for x, y in line.points]
         texts = [f"{format_short(x)} {x_unit}: {say(y)}" for x, y in line.points]
-        is_dotted = line.look == "dots" and len(places) <= MOST_DOTS
+        # a line of one point would not be seen
+        is_dotted = len(places) == 1 or line.look == "dots" and len(places) <= MOST_DOTS
         drawn.append(
             {
                 "name": line.name,

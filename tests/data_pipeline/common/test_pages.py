@@ -64,6 +64,7 @@ def test_ticks_are_few_round_and_evenly_spaced(low: float, span: float) -> None:
 def test_a_single_point_or_a_level_line_is_a_chart(points) -> None:
     chart = draw_chart("", "", [Line("a", points)], x_unit="")
     assert all(0 <= place <= 1000 for xy in places(chart["lines"][0]) for place in xy)
+    assert len(chart["lines"][0]["dots"]) == (len(points) == 1)  # a line of one point has no length
 
 
 def test_a_long_line_is_thinned_to_means_and_keeps_its_end() -> None:
