@@ -85,11 +85,11 @@ def parse_blimp(line: str, paradigm: str, place: str) -> MinimalPair:
         found = row.get(key)
         is_text = isinstance(found, str) and found.strip()
         check(is_text, f"{place} has no text under {key}; its keys are {', '.join(row)}")
-    uid = str(row.get("UID", paradigm))
-    term = str(row.get("linguistics_term", uid))
-    return MinimalPair(
-        row["sentence_good"], row["sentence_bad"], str(row.get("field", term)), term, uid
-    )
+    uid, term, field = (row.get(key) for key in ("UID", "linguistics_term", "field"))
+    uid = paradigm if uid is None else str(uid)
+    term = uid if term is None else str(term)
+    field = term if field is None else str(field)
+    return MinimalPair(row["sentence_good"], row["sentence_bad"], field, term, uid)
 
 
 def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:

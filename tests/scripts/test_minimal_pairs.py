@@ -117,6 +117,14 @@ def test_a_header_is_no_pair_but_a_later_line_like_it_is(tmp_path: Path, header:
     assert found == [("It rains .", "It rain ."), ("good", "bad")]
 
 
+def test_a_name_that_is_null_is_as_one_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    names = '"UID": null, "linguistics_term": null, "field": null'
+    path.write_text(f'{{"sentence_good": "It rains", "sentence_bad": "It rain", {names}}}\n')
+    (pair,) = read_pairs([str(path)])
+    assert (pair.field, pair.linguistics_term, pair.UID) == ("a", "a", "a")
+
+
 def test_a_folder_may_hold_folders_of_pairs(tmp_path: Path) -> None:
     for name in ("b/blimp/one.tsv", "a.tsv", "b/.hidden.tsv", "b/notes.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
