@@ -116,6 +116,10 @@ def span_scores(wanted: Sequence[list[str]], found: Sequence[list[str]]) -> dict
 # --- answers --------------------------------------------------------------------------------------
 
 HAN = re.compile("[\u4e00-\u9fff]")
+WORD = r"[^\W\u4e00-\u9fa5]"
+CMRC_PIECES = re.compile(
+    rf"[\u4e00-\u9fa5]|{WORD}+(?:(?:\.|,(?=\d)){WORD}+)*|[^\w\s]"
+)  # 3.5 is one
 CMRC_MARKS = set("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
 
 
@@ -158,9 +162,8 @@ def cmrc_text(text: str) -> str:
 
 
 def cmrc_f1(wanted: str, found: str) -> float:
-    """F1 of the longest common run of Chinese characters and words of other scripts."""
-    pieces = re.compile(r"[\u4e00-\u9fa5]|[^\W\u4e00-\u9fa5]+|[^\w\s]")
-    a, b = pieces.findall(cmrc_text(wanted)), pieces.findall(cmrc_text(found))
+    """F1 of the longest common run of Chinese characters and words and numbers of other scripts."""
+    a, b = CMRC_PIECES.findall(cmrc_text(wanted)), CMRC_PIECES.findall(cmrc_text(found))
     longest, before = 0, [0] * (len(b) + 1)
     for x in a:
         row = [0] * (len(b) + 1)  # length of the run that ends at x and at each piece of b

@@ -356,6 +356,20 @@ def test_chinese_answers_are_scored_by_the_rules_of_cmrc() -> None:
     assert math.isclose(scores["exact_match"], 1 / 3)
 
 
+def test_a_number_with_a_separator_is_one_piece_as_in_the_script_of_cmrc() -> None:
+    """The figures are those of the published script with the tokenizer of nltk."""
+    for wanted, found, f1 in [
+        ("24,672人", "4,672人，其中白人", 0.25),
+        (
+            "RbCl为双原子分子，键长约2.7868 Å",
+            "l为双原子分子，键长约2.7868 Å。呈立方晶系",
+            0.7586206896551724,
+        ),
+        ("NaBO.10HO", "O.10HO，是非常重要的含", 0.0),
+    ]:
+        assert math.isclose(ours.cmrc_f1(wanted, found), f1)
+
+
 # --- encoding -------------------------------------------------------------------------------------
 
 
