@@ -189,6 +189,9 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         full = sum(unit.length == args.max_length for unit in units) / len(units)
         words = f"{name}: {len(part):,} examples"
         words += f" in {len(units):,} windows" if args.task == "qa" else ""
+        if name == "train" and isinstance(labels := getattr(task, "labels", None), list):
+            words += f" of {len(labels):,} labels ({', '.join(labels[:5])}"
+            words += ", ...)" if len(labels) > 5 else ")"
         lost = sum(unit.target is None for unit in units)
         words += f", {lost:,} windows without a known answer" if lost else ""
         print(f"{words}; {full:.1%} fill {args.max_length} tokens")

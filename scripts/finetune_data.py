@@ -3,9 +3,11 @@
 import csv
 import io
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from data_pipeline.common.errors import UserError
@@ -24,6 +26,7 @@ COLUMNS = {
 }
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
+NOTE = re.compile(r"# .*=")  # above a sentence of a CoNLL file
 SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
 
 
@@ -43,20 +46,23 @@ class Example:
 def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Example]:
     """Read all examples of a file.
 
-    columns: what a task reads (a key of `COLUMNS`) -> the name of its column in this file.
+    columns: what a task reads (a key of `COLUMNS`) -> the name of its column in this file, or its
+    number, from 1, in a file that does not begin with the names.
     Raises `UserError` that names file and line.
     """
     if task == "qa":
+        check(not columns, f"--columns: {path} is read as SQuAD's JSON, which has no columns")
         examples = list(read_squad(path))
-    elif task == "tagging" and path.suffix != ".jsonl":
-        examples = list(read_conll(path))
+    elif task == "tagging" and path.suffix not in JSON_ROWS:
+        examples = list(read_conll(path, columns))
     else:
+        known = JSON_ROWS if task == "choice" else ROWS  # a table holds no lists
         check(
-            path.suffix in ROWS,
-            f"{path}: unknown format {path.suffix!r}; wanted {', '.join(ROWS)}",
+            path.suffix in known,
+            f"{path}: unknown format {path.suffix!r}; wanted {', '.join(known)}",
         )
         read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
-        rows = ROWS[path.suffix](path)
+        rows = ROWS[path.suffix](path, columns)
         examples = [read(Row(place, cells, columns), task) for place, cells in rows]
     check(examples, f"{path} holds no examples")
     return examples
@@ -77,40 +83,51 @@ def read_text(path: Path) -> str:
 # --- rows of a table ------------------------------------------------------------------------------
 
 
-def read_tsv(path: Path) -> Iterator[tuple[str, dict]]:
-    """Yield (place, column -> text) of a file with a header line and no quoting."""
-    header, *lines = read_text(path).split("\n")  # splitlines would also cut at U+2028
-    names = header.split("\t")
-    for number, line in enumerate(lines, 2):
+def count_columns(first: list[str], columns: dict[str, str]) -> list[str] | None:
+    """Name the columns by their numbers if `columns` does; None if the first line names them."""
+    if any(name.isdecimal() for name in columns.values()):
+        return [str(number) for number in range(1, len(first) + 1)]
+    return None
+
+
+def read_tsv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, column -> text) of a file without quoting."""
+    lines = read_text(path).split("\n")  # splitlines would also cut at U+2028
+    first = lines[0].split("\t")
+    numbers = count_columns(first, columns)
+    names, begin = numbers or first, 0 if numbers else 1
+    for number, line in enumerate(lines[begin:], begin + 1):
         if line:
             cells = line.split("\t")
             if len(cells) != len(names):
                 raise UserError(
-                    f"{path}:{number} has {len(cells)} columns, and the header {len(names)}; "
+                    f"{path}:{number} has {len(cells)} columns, and the first line {len(names)}; "
                     "a text in a TSV holds no tab and no line end"
                 )
             yield f"{path}:{number}", dict(zip(names, cells, strict=True))
 
 
-def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
-    """Yield (place, column -> text) of a file with a header line and double quotes."""
+def read_csv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, column -> text) of a file with double quotes."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(read_text(path)), strict=True)
     try:
-        names, line = next(reader, []), 1
-        for cells in reader:
+        first = next(reader, [])
+        numbers = count_columns(first, columns)
+        names, line = numbers or first, 0 if numbers else 1
+        for cells in chain([first] if numbers else [], reader):
             place, line = f"{path}:{line + 1}", reader.line_num
             if cells:
                 if len(cells) != len(names):
                     raise UserError(
-                        f"{place} has {len(cells)} columns, and the header {len(names)}"
+                        f"{place} has {len(cells)} columns, and the first line {len(names)}"
                     )
                 yield place, dict(zip(names, cells, strict=True))
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num} is not CSV: {error}") from None
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
+def read_jsonl(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
     """Yield (place, column -> value) of a file with a JSON object per line."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
@@ -118,11 +135,15 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
                 cells = parse_json(line)
             except ValueError as error:
                 raise UserError(f"{path}:{number} is not JSON: {error}") from None
-            check(isinstance(cells, dict), f"{path}:{number} is not a JSON object")
+            check(
+                isinstance(cells, dict),
+                f"{path}:{number} is not a JSON object; wanted one on each line",
+            )
             yield f"{path}:{number}", cells
 
 
-ROWS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_jsonl}
+JSON_ROWS = {".jsonl": read_jsonl, ".json": read_jsonl}
+ROWS = {".tsv": read_tsv, ".csv": read_csv, **JSON_ROWS}
 
 
 @dataclass(frozen=True)
@@ -156,8 +177,8 @@ class Row:
             known = ", ".join(COLUMNS[what])
             raise UserError(
                 f"{self.place}: no column for {what} ({self.columns.get(what, known)}) among "
-                f"{', '.join(self.cells)}, the names in the file's first line; name it with "
-                f"--columns {what}=NAME, or write the names of the columns above the data"
+                f"{', '.join(self.cells)}; name it with --columns {what}=NAME, or, in a TSV or CSV "
+                f"whose first line is no header, by its number, as in {what}=1"
             )
         return self.cells[name]
 
@@ -189,8 +210,8 @@ def labelled_texts(row: Row, task: str) -> Example:
             label = math.nan
         check(math.isfinite(label), f"{row.place}: label is {row.get('label')!r}, not a number")
     else:
-        check(label not in (None, ""), f"{row.place} has no label")
-        label = str(label)
+        label = "" if label is None else str(label).strip()
+        check(label, f"{row.place} has no label")
     return Example(row.place, texts, label)
 
 
@@ -213,21 +234,31 @@ def choices(row: Row, task: str) -> Example:
 # --- formats of one task --------------------------------------------------------------------------
 
 
-def read_conll(path: Path) -> Iterator[Example]:
+def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
     """Yield sentences of a file with a word and its tag per line, and blank lines between them.
 
-    Columns are separated by tabs, or else by blanks; the first is the word, the last its tag.
+    Columns are separated by tabs, or else by blanks; the first is the word, the last its tag,
+    unless `columns` has other numbers. Where documents begin (-DOCSTART-) and what is noted above
+    a sentence (`# id = 3`) are no words.
     """
+    for what, name in columns.items():
+        check(
+            name.isdecimal() and int(name) > 0,
+            f"--columns {what}={name}: {path} has no names of columns; give a number, from 1",
+        )
+    word, tag = (int(columns.get(what, end)) for what, end in (("tokens", 1), ("tags", 0)))
     words, tags, start = [], [], 1
     for number, line in enumerate([*read_text(path).split("\n"), ""], 1):
         cells = line.split("\t") if "\t" in line else line.split()
-        if not line.strip():  # perhaps with a tab, as in the original files of WNUT-17
+        if not words and (cells[:1] == ["-DOCSTART-"] or NOTE.match(line)):
+            start = number + 1
+        elif not line.strip():  # perhaps with a tab, as in the original files of WNUT-17
             if words:
                 yield Example(f"{path}:{start}", words, tags)
             words, tags, start = [], [], number + 1
-        elif len(cells) > 1 and cells[-1].strip():
-            words.append(cells[0])
-            tags.append(cells[-1].strip())
+        elif len(cells) > 1 and len(cells) >= max(word, tag) and cells[tag - 1].strip():
+            words.append(cells[word - 1])
+            tags.append(cells[tag - 1].strip())
         else:
             raise UserError(f"{path}:{number}: wanted a word, a tab and a tag, found {line!r:.60}")
 

@@ -480,12 +480,61 @@ def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
     assert [e.place for e in found] == [f"{tmp_path / 'a.conll'}:{line}" for line in (2, 6, 8)]
 
 
+def test_notes_and_beginnings_of_documents_are_no_words(tmp_path) -> None:
+    text = (
+        "-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\n\n# id 5 domain=en\n# text = It is .\n# NN O O\n"
+    )
+    (tmp_path / "eng.train").write_text(text)
+    found = read_examples(tmp_path / "eng.train", "tagging", {})
+    assert [(e.texts, e.label) for e in found] == [(["EU"], ["B-ORG"]), (["#"], ["O"])]
+    assert [e.place.rpartition(":")[2] for e in found] == ["3", "7"]
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text", "columns", "wanted"),
+    [
+        ("classification", "a.tsv", "gj04\t0\t*\tX y.\ngj04\t1\t\tZ.\n",
+         {"text": "4", "label": "2"}, [(["X y."], "0"), (["Z."], "1")]),
+        ("classification", "a.csv", '"3","a ""b""","c"\n"4","d","e\nf"\n',
+         {"text": "2", "second": "3", "label": "1"},
+         [(['a "b"', "c"], "3"), (["d", "e\nf"], "4")]),
+        ("classification", "a.json", '{"sentence": "x", "label": "1 "}\n', {}, [(["x"], "1")]),
+        ("tagging", "a.conllu", "# sent_id = 3\n1\tDogs\tdog\tNOUN\t_\n2\tbark\tbark\tVERB\t_\n",
+         {"tokens": "2", "tags": "4"}, [(["Dogs", "bark"], ["NOUN", "VERB"])]),
+    ],
+)  # fmt: skip
+def test_columns_without_names_are_counted(task, name, text, columns, wanted, tmp_path) -> None:
+    (tmp_path / name).write_text(text)
+    found = read_examples(tmp_path / name, task, columns)
+    assert [(e.texts, e.label) for e in found] == wanted
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text", "columns", "said"),
+    [
+        ("tagging", "a.conll", "x O\n", {"tags": "ner"}, "tags=ner: .* give a number, from 1"),
+        ("tagging", "a.conll", "x O\n", {"tags": "3"}, "a.conll:1: wanted"),
+        ("qa", "a.json", SQUAD % ('"x"', '"x"'), {"text": "q"}, "which has no columns"),
+        ("classification", "a.tsv", "x\t1\n", {"text": "3", "label": "2"}, r"a.tsv:1: no column"),
+    ],
+)
+def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp_path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_examples(tmp_path / name, task, columns)
+
+
 @pytest.mark.parametrize(
     ("task", "name", "text", "said"),
     [
         ("classification", "a.tsv", "sentence\tlabel\nx\t1\ny\n", r"a.tsv:3 has 1 columns, .* 2"),
         ("classification", "a.tsv", "body\tlabel\nx\t1\n", r"a.tsv:2: no column for text.*--col"),
         ("classification", "a.tsv", "sentence\tlabel\nx\t\n", r"a.tsv:2 has no label"),
+        ("classification", "a.tsv", "sentence\tlabel\nx\t \n", r"a.tsv:2 has no label"),
+        ("classification", "a.tsv", "x\t1\n", r"holds no examples"),
+        ("classification", "a.tsv", "x\t1\ny\t0\n", r"a.tsv:2: no column for text.*, as in text=1"),
+        ("choice", "a.csv", "context,ending0,ending1\n", r"'.csv'; wanted .jsonl, .json$"),
+        ("classification", "a.json", '[{"text": "x"}]', r"a.json:1 is not .*; wanted one on each"),
         ("classification", "a.tsv", "sentence\tlabel\n", r"holds no examples"),
         ("classification", "a.txt", "x", r"unknown format '.txt'; wanted .tsv, .csv, .jsonl"),
         ("classification", "a.csv", 'sentence,label\nx,1\n"y,1\n', r"a.csv:\d+ is not CSV"),
