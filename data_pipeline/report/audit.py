@@ -15,7 +15,7 @@ from tokenizers import decoders
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import accuracy, half_of, ranges, share_of_words
 from data_pipeline.sampling.batches import BatchSource, build_batch
-from data_pipeline.sampling.pairs import PAIR
+from data_pipeline.sampling.pairs import NO_PAIR, PAIR
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 
 PAIRS, SEQUENCES = 200_000, 50_000  # most pairs to measure, and most sequences to measure masks on
@@ -295,8 +295,8 @@ def choose_examples(
     word; kind is mask if any of its tokens is [MASK], else random if any is, else kept, and "" if
     the word is not masked.
     """
-    each = EXAMPLES // 2 if data.objective != "none" else EXAMPLES
-    first = [np.flatnonzero(pairs["label"] == label)[:each] for label in (0, 1)]
+    labels = np.unique(pairs["label"])
+    first = [np.flatnonzero(pairs["label"] == x)[: EXAMPLES // len(labels)] for x in labels]
     chosen = np.sort(np.concatenate(first))
     original, seen, masked, starts, sequence, segment = read_sequences(
         store, data, pairs[chosen], streams[chosen]
@@ -326,7 +326,7 @@ def audit_rule(
     epoch: `PAIR` array, in random order. sequences: the array arguments of `audit_masks`.
     """
     starts = store.sentence_offsets[store.document_offsets]
-    pairs = epoch[:PAIRS]
+    pairs = epoch[epoch["label"] != NO_PAIR]
 
     def document_of(positions: np.ndarray) -> np.ndarray:
         return np.searchsorted(starts, positions, side="right") - 1
@@ -335,17 +335,18 @@ def audit_rule(
     result = {
         "epoch": {
             "sequences": len(epoch),
-            "random": int(epoch["label"].sum()),
+            "pairs": len(pairs),
+            "random": int(pairs["label"].sum()),
             "tokens_per_sequence": float(lengths.mean()),
-            "edges_inside_words": audit_boundaries(store, pairs),
+            "edges_inside_words": audit_boundaries(store, epoch[:PAIRS]),
             "lengths": histogram(lengths),
         },
         "coverage": audit_coverage(epoch, store.sentence_offsets),
         "masks": audit_masks(*sequences, store.vocabulary),
     }
-    if data.objective != "none":
-        result["pairs"] = audit_pairs(pairs, document_of)
-        result["overlap"] = audit_overlap(store, pairs, document_of)
+    if len(pairs):
+        result["pairs"] = audit_pairs(pairs[:PAIRS], document_of)
+        result["overlap"] = audit_overlap(store, pairs[:PAIRS], document_of)
     return result
 
 

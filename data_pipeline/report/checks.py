@@ -39,11 +39,11 @@ def check_results(result: dict) -> list[dict]:
     def none(name: str, found: int) -> None:
         check(name, f"{found:,}", "0", found == 0)
 
-    if objective != "none":
+    if "pairs" in result:
         epoch, pairs = result["epoch"], result["pairs"]
-        found, half = epoch["random"], epoch["sequences"] // 2
+        found, half = epoch["random"], epoch["pairs"] // 2
         what = "Random pairs of the epoch" if objective == "nsp" else "Swapped pairs"
-        check(what, f"{found:,} of {epoch['sequences']:,}", f"{half:,}", abs(found - half) <= 1)
+        check(what, f"{found:,} of {epoch['pairs']:,}", f"{half:,}", abs(found - half) <= 1)
         if objective == "nsp":
             none("Random B's from A's own document", pairs["random_same_document"])
             none("IsNext B's that do not come after A", pairs["next_elsewhere"])

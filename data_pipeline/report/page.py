@@ -20,7 +20,7 @@ from data_pipeline.config import DataConfig, load_config
 from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store
 from data_pipeline.report.checks import check_held_out, check_results, percent, pieces_name
-from data_pipeline.sampling.pairs import LABELS
+from data_pipeline.sampling.pairs import LABELS, NO_PAIR
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
 from data_pipeline.vocabulary.coverage import describe_accents
@@ -238,10 +238,10 @@ def render_words(words: list[tuple[str, str, str]]) -> Markup:
 
 def list_examples(result: dict) -> list[tuple[str, list[tuple[str, Markup]]]]:
     """List the example sequences: (heading, [(name of the segment, its words)])."""
-    names = LABELS[result["settings"]["objective"]]
+    names = dict(enumerate(LABELS[result["settings"]["objective"]])) | {NO_PAIR: "one segment"}
     return [
         (
-            f"{number} · {names[example['label']]}" if "pairs" in result else str(number),
+            f"{number} · {names[example['label']]}",
             [
                 (name, render_words(words))
                 for name, words in zip("AB", example["segments"], strict=True)

@@ -59,6 +59,8 @@ def failing(checks: list[dict]) -> set[str]:
         ["data.max_seq_length=64", "data.max_predictions_per_seq=5"],
         ["data.objective=sop"],
         ["data.objective=none"],
+        ["data.single_segment_prob=0.5"],
+        ["data.single_segment_prob=1"],
         ["data.masking=token"],
         ["data.masking=span"],
         ["data.mask_replace_prob=1.0", "data.random_replace_prob=0.0"],
