@@ -136,13 +136,13 @@ class RunRecord:
 
 def judge_run(run: RunRecord) -> tuple[str, str]:
     """Judge where a run stands; returns the verdict and the reason for it."""
-    losses = run.series("eval/mlm_loss")
+    losses, entropies = run.series("eval/mlm_loss"), run.series("eval/unigram_entropy")
     evaluations = (line for line in reversed(run.lines) if "eval/mlm_loss" in line)
     if next(evaluations, {"eval/mlm_loss": 0})["eval/mlm_loss"] is None:
         return "Broken", "the newest held-out loss is not a finite number"
-    if not losses:
+    if not losses or not entropies:
         return "Not evaluated yet", "there is no held-out loss to judge the run by"
-    (_, entropy), (_, last) = run.series("eval/unigram_entropy")[-1], losses[-1]
+    (_, entropy), (_, last) = entropies[-1], losses[-1]
     best_step, best = min(losses, key=lambda point: point[1])
     below = f"{abs(entropy - last):.2f} nats {'below' if last < entropy else 'above'} the unigram "
     below += f"entropy of {entropy:.2f}, the loss of a model that ignores the context"

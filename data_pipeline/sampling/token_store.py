@@ -49,6 +49,8 @@ ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
 DTYPES = {"tokens": ("<u2", "<u4"), "word_starts": ("|u1",)}  # of the others: int64
 SIZES = {"tokens": COUNT, "sentences": COUNT, "documents": COUNT}
 HASHES = {str: SHA256}
+SPLIT = SIZES | {"bytes?": COUNT, "words?": COUNT}
+SHARDS = [SIZES | {"name": str, "sha256": HASHES}]
 MANIFEST = {  # shape of a manifest of either schema
     "vocab_sha256": SHA256,
     "sha256": SHA256,
@@ -61,10 +63,7 @@ MANIFEST = {  # shape of a manifest of either schema
         | {"words": COUNT, **SIZES}
     ],
     **dict.fromkeys(
-        ("train", "held_out"),
-        SIZES
-        | {"bytes?": COUNT, "words?": COUNT, "sha256?": HASHES}
-        | {"shards?": [SIZES | {"name": str, "sha256": HASHES}]},
+        ("train", "held_out"), (SPLIT | {"sha256": HASHES}, SPLIT | {"shards": SHARDS})
     ),
 }
 PART_TOKENS = 1 << 28  # tokens per epoch part: drawing its pairs takes about 1 GB of memory

@@ -192,6 +192,9 @@ def test_several_runs_lie_over_each_other(straight: Path, prepared: Path, tmp_pa
 def test_a_run_without_evaluation_or_without_a_line_has_a_page(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "a", [trained(10, 7.0), trained(20, 6.5)]).run_dir)
     assert "Not evaluated yet" in page.text and "training 6.500" in " ".join(page.text.split())
+    line = evaluated(10, 7.0)
+    del line["eval/unigram_entropy"]  # as damage does
+    assert "Not evaluated yet" in page_of(write_run(tmp_path / "c", [line]).run_dir).text
     page = page_of(write_run(tmp_path / "b", []).run_dir)
     assert "Step 0 of 1,000, 0 tokens." in page.text and not page.tags["figure"]
 

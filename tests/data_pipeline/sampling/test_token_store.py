@@ -219,6 +219,22 @@ def test_a_store_of_a_later_schema_is_refused_without_advice_to_delete_it(
     assert "delete" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["sha256", "shards"])
+def test_a_manifest_names_files_or_shards(prepared: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(prepared / "data/store", tmp_path / "store")
+    path = tmp_path / "store/manifest.json"
+    manifest = json.loads(path.read_text())
+    files = {"shards": [manifest["train"] | {"name": "0"}], "sha256": manifest["train"]["sha256"]}
+    del manifest["train"]["sha256"]
+    manifest["train"][name] = files[name]
+    path.write_text(json.dumps(manifest))
+    assert read_manifest(tmp_path / "store")["train"] == manifest["train"]
+    del manifest["train"][name]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="train.sha256 is null or missing"):
+        read_manifest(tmp_path / "store")
+
+
 # --- identity -------------------------------------------------------------------------------------
 
 
