@@ -29,7 +29,7 @@ if IS_COMMAND and not find_spec("omegaconf"):
     sys.exit(2)
 
 HOMES = {
-    "BatchSource": "data_pipeline.sampling.batches",
+    "BatchSource": "data_pipeline.sampling.batch_source",
     "DataConfig": "data_pipeline.config",
     "TokenStore": "data_pipeline.sampling.token_store",
     "load_config": "data_pipeline.config",

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from data_pipeline.sampling.batches import Batch, BatchSource, count_passes
+from data_pipeline.sampling.batch_source import BatchSource, count_passes
+from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.checkpoint import list_checkpoints

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import ranges
-from data_pipeline.sampling.batches import Batch, BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from pretrain.agreement import agree_on_signal
 from pretrain.loss import BINS

@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import check as require
 from data_pipeline.config import load_config
-from data_pipeline.sampling.batches import Batch, BatchSource, count_passes
+from data_pipeline.sampling.batch_source import BatchSource, count_passes
+from data_pipeline.sampling.batches import Batch
 from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round_off
 from pretrain.config import Config, Phase, count_kept, phases_of
 from pretrain.describe import show_sequence

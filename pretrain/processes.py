@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore, init_process_group
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.signals import die_with_launcher
-from data_pipeline.sampling.batches import count_passes
+from data_pipeline.sampling.batch_source import count_passes
 from pretrain.config import Config, Phase, TrainConfig
 from pretrain.models.cpu import configure_cpu, cpu_supports
 

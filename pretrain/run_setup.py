@@ -19,7 +19,7 @@ from data_pipeline.common.reading import read_json
 from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import PROBES_FILE, check
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers

@@ -26,7 +26,7 @@ from bench_figures import ROOT, quiet, show
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate

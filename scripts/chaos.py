@@ -33,7 +33,8 @@ from pretrain.tracking import read_metrics  # noqa: E402
 # Where a fault may come: module:function, whose calls a run without faults counts first.
 TRAINING = (
     "pretrain.train:learning_rate",  # each step
-    "data_pipeline.sampling.batches:BatchSource.build_steps",  # planning and reading, in a thread
+    # planning and reading, in a thread
+    "data_pipeline.sampling.batch_source:BatchSource.build_steps",
     "pretrain.models.bert:PretrainingModel.score",  # evaluation
     "pretrain.train:save_run",
     *(f"pretrain.checkpoint:{name}" for name in ("save_file", "hash_file", "to_json", "sync")),

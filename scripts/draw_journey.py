@@ -24,7 +24,8 @@ from data_pipeline.common.folders import write_file
 from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_file_chunks
-from data_pipeline.sampling.batches import Batch, BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from pretrain.config import Config, phases_of

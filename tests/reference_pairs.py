@@ -10,6 +10,7 @@ import random
 
 import numpy as np
 
+from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import BUCKET, RUN
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 
@@ -406,3 +407,22 @@ def reference_example(
                 ids[place], place, 0, stream, 4, [int(i) for i in store.vocabulary.ordinary]
             )
     return {"ids": ids, "types": types, "masked": positions, "labels": labels, "label": pair[4]}
+
+
+def rows(*batches: Batch) -> list[dict[str, list[int]]]:
+    """The sequences of batches, each as lists, with places counted from its own start."""
+    out = []
+    for batch in batches:
+        edges = batch.cu_seqlens.tolist()
+        for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+            here = (batch.masked_positions >= start) & (batch.masked_positions < end)
+            out.append(
+                {
+                    "ids": batch.input_ids[start:end].tolist(),
+                    "types": batch.token_type_ids[start:end].tolist(),
+                    "masked": (batch.masked_positions[here] - start).tolist(),
+                    "labels": batch.masked_labels[here].tolist(),
+                    "label": int(batch.next_sentence_label[number]),
+                }
+            )
+    return out

@@ -14,7 +14,10 @@ from helpers import ROOT
 FLOORS = [
     ("data_pipeline.common", "errors streams system signals reading arrays plug_ins folders pages"),
     ("data_pipeline", "config"),
-    ("data_pipeline.sampling", "token_store soundness pairs masking batches baselines"),
+    (
+        "data_pipeline.sampling",
+        "token_store soundness pairs masking batches batch_source baselines",
+    ),
     ("data_pipeline.corpus", "python_docs files readers sources selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),
     ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),

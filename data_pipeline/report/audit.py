@@ -14,7 +14,8 @@ from tokenizers import decoders
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import accuracy, half_of, ranges, share_of_words
-from data_pipeline.sampling.batches import BatchSource, build_batch
+from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import build_batch
 from data_pipeline.sampling.pairs import NO_PAIR, PAIR
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import train_here
 
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import describe
 from pretrain.config import Config, PhaseConfig, phases_of

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import accuracy_by_lengths, accuracy_by_shared_words
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, read_manifest
 from pretrain import loss
 from pretrain.config import ModelConfig

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 import pretrain.export
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import PairsConfig, load_config
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from data_pipeline.vocabulary.existing import write_whole
 from pretrain.checkpoint import hash_file, load_model, save_checkpoint

@@ -22,7 +22,7 @@ from fill_mask import fill_mask  # noqa: E402
 from data_pipeline.build.prepare import prepare  # noqa: E402
 from data_pipeline.common.errors import UserError  # noqa: E402
 from data_pipeline.config import DataConfig, load_config  # noqa: E402
-from data_pipeline.sampling.batches import BatchSource  # noqa: E402
+from data_pipeline.sampling.batch_source import BatchSource  # noqa: E402
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary  # noqa: E402
 from pretrain.config import Config  # noqa: E402
 from pretrain.export import export, export_checkpoint  # noqa: E402

@@ -11,7 +11,7 @@ from helpers import NO_DROPOUT, assert_same_run, command, fork, metrics, newest,
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from pretrain.config import TrainConfig

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.batches import Batch, BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import Clock, to_metrics
 from pretrain.models.bert import PretrainingModel

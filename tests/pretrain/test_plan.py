@@ -12,7 +12,7 @@ from helpers import ROOT, train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import plan
 from pretrain.checkpoint import newest_checkpoint

@@ -12,7 +12,7 @@ from test_loss import VOCAB, inputs
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from pretrain.config import ModelConfig
 from pretrain.loss import linear_cross_entropy
 from pretrain.models.bert import PretrainingModel

@@ -23,7 +23,7 @@ from data_pipeline.config import DataConfig, PairsConfig, load_config
 from data_pipeline.report import audit
 from data_pipeline.report import page as report
 from data_pipeline.report.checks import check_results
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.pairs import PAIR
 
 

@@ -12,7 +12,8 @@ from reference_pairs import make_store, reference_chosen, reference_replaced, sm
 
 from data_pipeline.common.streams import derive_stream, random_u64
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.batches import BatchSource, build_batch
+from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import build_batch
 from data_pipeline.sampling.masking import choose_words, replace_tokens
 from data_pipeline.sampling.pairs import PAIR
 

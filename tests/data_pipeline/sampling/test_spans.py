@@ -8,7 +8,7 @@ import pytest
 
 from data_pipeline.common.streams import random_u64
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.masking import SPANS, starts_span
 
 SPAN = PairsConfig(max_seq_length=64, masking="span")

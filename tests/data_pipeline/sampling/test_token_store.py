@@ -22,7 +22,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import MARKER
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
 from data_pipeline.sampling import token_store
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import (
     StoreView,

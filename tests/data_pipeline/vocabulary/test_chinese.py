@@ -25,7 +25,7 @@ from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.corpus.readers import clean_text
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.pairs import SPECIALS
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from data_pipeline.vocabulary.training import build_normalizer, build_tokenizer

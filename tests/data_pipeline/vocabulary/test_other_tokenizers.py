@@ -19,7 +19,7 @@ from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.report.audit import audit_vocabulary, decode
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import (
     TokenStore,
     Vocabulary,

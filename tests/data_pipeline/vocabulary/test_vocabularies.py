@@ -21,7 +21,7 @@ from data_pipeline.config import (
     VocabConfig,
     load_config,
 )
-from data_pipeline.sampling.batches import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from data_pipeline.vocabulary.coverage import measure_accents, print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import make_vocabulary, read_existing

@@ -14,7 +14,8 @@ from torch import nn
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config
-from data_pipeline.sampling.batches import Batch, BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import Batch
 from pretrain import probes
 from pretrain.config import Config, ModelConfig
 from pretrain.families import FAMILIES, hf_config, read_hf_config

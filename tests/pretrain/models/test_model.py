@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.batches import Batch, BatchSource
+from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig
 from pretrain.families import hf_config
 from pretrain.models.attention import attend_padded
