@@ -26,7 +26,7 @@ from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.pairs import LABELS
+from data_pipeline.sampling.pairs import LABELS, NO_PAIR
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from pretrain.config import Config, phases_of
 from pretrain.read_export import load_export
@@ -94,15 +94,15 @@ def choose_pair(
 ) -> tuple[int, Passage]:
     """Choose the example to draw: plain prose of frequent words, if there is any.
 
-    Returns its number in the run, and the text that it comes from: B follows A in it.
-    Raises `UserError` if no pair is short enough.
+    Returns its number in the run, and the text that it comes from: B follows A in it, or is empty
+    if the run has no pairs. Raises `UserError` if no example is short enough.
     """
-    found = {}
+    found, wanted = {}, NO_PAIR if source.data.objective == "none" else 0
     for sentences in documents:
         ids = [np.array(one.ids, store.dtype) for one in encode(tokenizer, sentences)]
         for i in range(len(ids)):
-            for middle in range(i + 1, min(i + 3, len(ids))):
-                for end in range(middle + 1, min(middle + 3, len(ids)) + 1):
+            for middle in range(i + 1, min(i + 3, len(ids) + 1)):
+                for end in range(middle, min(middle + 3, len(ids) + 1)):  # middle: without a B
                     tokens = np.concatenate(ids[i:end])
                     if len(tokens) <= LONGEST:
                         cut = len(np.concatenate(ids[i:middle]))
@@ -112,7 +112,7 @@ def choose_pair(
     for number, pair in enumerate(pairs):
         start, cut, end = int(pair["a_start"]), int(pair["a_end"]), int(pair["b_end"])
         key = store.tokens[start:end].tobytes(), cut - start
-        if int(pair["label"]) or cut != int(pair["b_start"]) or key not in found:
+        if int(pair["label"]) != wanted or cut != int(pair["b_start"]) or key not in found:
             continue
         sentences, i, middle, last = found[key]
         a, b = " ".join(sentences[i:middle]), " ".join(sentences[middle:last])
@@ -129,8 +129,8 @@ def choose_pair(
             best, chosen = score, (number, Passage(before, a, b, after))
     if chosen is None:
         raise UserError(
-            f"none of the first {SEARCHED:,} documents has a pair of at most {LONGEST} tokens "
-            "whose B follows A; the picture needs documents of several short sentences"
+            f"none of the first {SEARCHED:,} documents has an example of at most {LONGEST} tokens; "
+            "the picture needs documents of several short sentences"
         )
     return chosen
 
@@ -280,7 +280,11 @@ def draw_pair(page: Page, batch: Batch, pieces: list[str], data: PairsConfig) ->
     """Draw a batch of one sequence twice: as it was, and with its masks."""
     label = LABELS[data.objective][0]
     page.y += 46
-    page.heading(2, "A pair", f"{label}: " * bool(label) + CAPTIONS[data.objective])
+    page.heading(
+        2,
+        "A pair" if label else "A sequence",
+        f"{label}: " * bool(label) + CAPTIONS[data.objective],
+    )
     labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
     tokens = [pieces[token] for token in batch.input_ids.tolist()]
     whole = [pieces[labels[i]] if i in labels else token for i, token in enumerate(tokens)]
@@ -362,7 +366,8 @@ def draw_journey(config: Config, out: Path) -> None:
     store, held_out = (
         TokenStore.open(data / "store", split, vocabulary) for split in ("train", "held_out")
     )
-    phase = phases_of(config)[0]
+    phases = phases_of(config)
+    phase = next((one for one in phases if one.data.single_segment_prob < 1), phases[0])
     source = BatchSource(store, phase.data, phase.seed)
     tokenizer = Tokenizer.from_file(str(data / "vocab/tokenizer.json"))
     documents = list(islice(read_sentences(config), SEARCHED))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,10 +37,10 @@ def tokenizer(prepared: Path) -> Tokenizer:
     return Tokenizer.from_file(str(prepared / "data/vocab/tokenizer.json"))
 
 
-def draw(prepared: Path, run_dir: Path, out: Path) -> subprocess.CompletedProcess:
+def draw(prepared: Path, run_dir: Path, out: Path, *overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "scripts/draw_journey.py", prepared / "config.yaml", out]
     return subprocess.run(
-        [*map(str, command), f"run_dir={run_dir}"],
+        [*map(str, command), f"run_dir={run_dir}", *overrides],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -75,6 +76,26 @@ def test_the_pair_is_an_example_of_the_run_and_its_text_is_in_the_corpus(
     ids[batch.masked_positions] = batch.masked_labels
     assert ids.tolist() == tokenizer.encode(passage.a, passage.b).ids
     assert batch.next_sentence_label.tolist() == [0]
+
+
+def test_a_run_of_single_segments_is_drawn_without_a_b(
+    prepared: Path, config: Config, documents, tokenizer: Tokenizer, store: TokenStore
+) -> None:
+    source = BatchSource(store, replace(config.data, objective="none"), config.seed)
+    number, passage = draw_journey.choose_pair(store, source, documents, tokenizer)
+    batch = source.batch(number, 1)
+    ids = batch.input_ids.clone()
+    ids[batch.masked_positions] = batch.masked_labels
+    assert ids.tolist() == tokenizer.encode(passage.a).ids
+    assert passage.b == ""
+
+
+def test_the_pair_of_a_run_with_single_segments_first_is_of_its_last_phase(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    phases = "train.phases=[{steps: 0.5, single_segment_prob: 1}, {steps: 0.5}]"
+    done = draw(prepared, straight, tmp_path / "journey.svg", phases)
+    assert done.returncode == 0, done.stderr
 
 
 def test_filled_masks_are_of_held_out_sentences_with_their_true_words(
