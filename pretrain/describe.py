@@ -33,12 +33,12 @@ def describe_start(
     for phase, source in zip(phases, sources, strict=True):
         size, most = phase.train.global_batch_size, phase.train.micro_batch_size
         passes = count_passes(size, most, processes)
-        pairs = source.part_size(0) * source.n_parts
+        sequences = source.part_size(0) * source.n_parts
         print(
             f"step {phase.start:,} to {phase.end:,}: {size:,} sequences of at most "
             f"{phase.data.max_seq_length} tokens a step = {processes} x {passes} passes of at most "
-            f"{-(-size // (processes * passes))}; {pairs:,} pairs an epoch, "
-            f"{(phase.end - phase.start) * size / pairs:,.1f} epochs"
+            f"{-(-size // (processes * passes))}; {sequences:,} an epoch, "
+            f"{(phase.end - phase.start) * size / sequences:,.1f} epochs"
         )
     phase = phase_at(phases, start)
     example = (start - phase.start) * phase.train.global_batch_size
@@ -91,8 +91,11 @@ def say_duration(seconds: float) -> str:
     return f"{seconds:,.0f} s"
 
 
-def say_evaluation(metrics: dict[str, float]) -> str:
-    """Summarize the held-out results beside their baselines."""
+def say_evaluation(metrics: dict[str, float], objective: str) -> str:
+    """Summarize the held-out results beside their baselines.
+
+    objective: `data.objective`, what the metrics of pairs are called by.
+    """
     phrases = []
     if "eval/mlm_loss" in metrics:
         phrases.append(
@@ -103,7 +106,7 @@ def say_evaluation(metrics: dict[str, float]) -> str:
         if name.startswith("eval/mlm_loss_at_"):
             phrases.append(f"at length {name.rpartition('_')[2]} {loss:.3f} nats")
     for name, metric, baseline in (
-        ("NSP accuracy", "eval/nsp_accuracy", "nsp_majority"),
+        (f"{objective.upper()} accuracy", "eval/nsp_accuracy", "nsp_majority"),
         ("RTD AUC", "eval/rtd_auc", ""),
         ("minimal pairs", "eval/minimal_pairs", "minimal_pairs_unigram"),
     ):
@@ -115,11 +118,11 @@ def say_evaluation(metrics: dict[str, float]) -> str:
     return "; ".join(phrases) or "sentences filled in"
 
 
-def say_progress(metrics: dict[str, float], seconds_left: float) -> str:
+def say_progress(metrics: dict[str, float], objective: str, seconds_left: float) -> str:
     """Summarize recent losses, speed and remaining time for the progress bar."""
     losses = f"MLM {metrics['train/mlm_loss']:.3f}"
     if "train/nsp_loss" in metrics:
-        losses += f", NSP {metrics['train/nsp_loss']:.3f}"
+        losses += f", {objective.upper()} {metrics['train/nsp_loss']:.3f}"
     if "train/rtd_loss" in metrics:
         losses += f", RTD {metrics['train/rtd_loss']:.3f}"
     speed = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"

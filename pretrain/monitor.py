@@ -133,7 +133,7 @@ class Monitor:
         return bool(self.state["in_a_row"] or self.state["above"])
 
     def check_health(self, done: int, metrics: dict[str, float], pairs: float) -> dict[str, float]:
-        """Warn about slow data, a loss on the plateau and NSP at chance level.
+        """Warn about slow data, a loss on the plateau and pairs told at chance level.
 
         metrics: those logged after `done` steps, means over `pairs` sentence pairs.
         Returns further metrics to log: skipped steps, and 1 for each warning so far.
@@ -152,7 +152,8 @@ class Monitor:
             self.warn("plateau", f"{line} ({beside})")
         two_sigma = 1 / math.sqrt(max(pairs, 1))  # of the accuracy of a fair coin
         if is_late and pairs and right < 0.5 + two_sigma:
-            self.warn("nsp", f"after {done:,} steps NSP accuracy is {right:.3f}, that of guessing")
+            beside = f"is {right:.3f}, that of guessing"
+            self.warn("nsp", f"after {done:,} steps the accuracy on pairs {beside}")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         counts = {"skipped_steps": self.state["skipped"], "rollbacks": self.state["rollbacks"]}
         return {f"train/{name}": count for name, count in counts.items()} | said

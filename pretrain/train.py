@@ -160,7 +160,8 @@ class Record:
             self.trimmed = time.monotonic()
         if run.main:
             self.tracker.log(done, metrics)
-            self.bar.set_postfix_str(say_progress(metrics, self.left.seconds(done)), refresh=False)
+            said = say_progress(metrics, run.config.data.objective, self.left.seconds(done))
+            self.bar.set_postfix_str(said, refresh=False)
 
     def log_skipped(self, run: Run, step: int, sums: torch.Tensor) -> None:
         """Record the examples of a skipped step, which `BatchSource.batch` of its phase builds."""
@@ -285,7 +286,8 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
         run.state["evaluation"] = found
         if run.main:
             record.tracker.log(done, found, **others)
-            record.log_line(f"step {done:,}: {say_evaluation(found)}")
+            said = say_evaluation(found, run.config.data.objective)
+            record.log_line(f"step {done:,}: {said}")
             refresh_report(run.run_dir, record.log_line)
 
 

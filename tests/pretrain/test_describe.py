@@ -13,7 +13,14 @@ from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import describe
 from pretrain.config import Config, PhaseConfig, phases_of
-from pretrain.describe import TimeLeft, say_duration, say_quality, show_sequence
+from pretrain.describe import (
+    TimeLeft,
+    say_duration,
+    say_evaluation,
+    say_progress,
+    say_quality,
+    show_sequence,
+)
 from pretrain.tracking import to_json
 
 
@@ -48,6 +55,18 @@ def test_a_run_says_what_it_does_and_where_everything_is(
     for name in ("export", "metrics.jsonl", "report.html", "checkpoints"):
         assert f"{run_dir / name} " in end
     assert "2 to go on from, the last step-00000012" in end
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop"])
+def test_the_accuracy_on_pairs_is_called_by_their_objective(objective: str) -> None:
+    found = {"eval/nsp_accuracy": 0.75, "eval/nsp_majority": 0.5}
+    assert (
+        say_evaluation(found, objective) == f"{objective.upper()} accuracy 0.750 (majority 0.500)"
+    )
+    speed = {"train/mlm_loss": 5.0, "train/nsp_loss": 0.5, "perf/tokens_per_second": 1e4}
+    assert say_progress(speed, objective, 30).startswith(
+        f"loss: MLM 5.000, {objective.upper()} 0.500; 10,000 tokens/s"
+    )
 
 
 def test_quality_is_told_against_what_needs_no_model() -> None:
