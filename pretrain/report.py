@@ -7,10 +7,8 @@ folder. Training does so at each evaluation. The page is drawn from the run fold
 
 import argparse
 import statistics
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +17,14 @@ from safetensors import SafetensorError, safe_open
 from data_pipeline.common.errors import run_command
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, format_short, render_template
-from data_pipeline.config import check
 from data_pipeline.sampling.token_store import read_vocabulary
 from pretrain.checkpoint import list_checkpoints
-from pretrain.config import Config, Phase, phase_at, phases_of
-from pretrain.describe import TimeLeft, say_duration
-from pretrain.export import read_run_config
+from pretrain.config import Config
+from pretrain.describe import say_duration
 from pretrain.monitor import PLATEAU
-from pretrain.tracking import read_metrics
+from pretrain.run_record import RECENT, RunRecord
 
 OVERFIT = 0.05  # nats above the best held-out loss, while the training loss falls
-RECENT = 20  # log lines that the present speed and loss are taken from
 FUNCTION_WORDS, WORDS, NEIGHBOURS = 100, 9, 6  # words to pass over, to show, and neighbours of each
 LEAST_LETTERS = 4  # of a word to show
 MOMENTS = 5  # evaluations to show the fillings of
@@ -47,96 +42,12 @@ UNIGRAM_PAIRS = "eval/minimal_pairs_unigram"
 PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 
 
-@dataclass
-class RunRecord:
-    """A run as its folder tells it. Raises `UserError` if the folder is not that of a run."""
-
-    run_dir: Path
-    name: str = field(init=False)
-    config: Config = field(init=False)
-    lines: list[dict] = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in ("metrics.jsonl", "config.yaml"):
-            check(
-                (self.run_dir / name).exists(),
-                f"{self.run_dir} holds no {name}; give the run_dir of a run that has begun",
-            )
-        self.name = self.run_dir.resolve().name
-        self.config = read_run_config(self.run_dir)
-        self.lines = read_metrics(self.run_dir / "metrics.jsonl")
-
-    @cached_property
-    def phases(self) -> list[Phase]:
-        return phases_of(self.config)
-
-    @property
-    def step(self) -> int:
-        """Return the number of finished steps."""
-        return self.lines[-1]["step"] if self.lines else 0
-
-    @cached_property
-    def columns(self) -> dict[str, list[tuple[int, float]]]:
-        """Map each metric to its (step, value), without the values that were not finite."""
-        columns: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        for line in self.lines:
-            step = line["step"]
-            for name, value in line.items():
-                if value is not None:
-                    columns[name].append((step, value))
-        return columns
-
-    def series(self, name: str) -> list[tuple[int, float]]:
-        """List (step, value) of a metric; empty if it was not recorded."""
-        return self.columns.get(name, [])
-
-    def curve(self, name: str) -> list[tuple[float, float]]:
-        """List (tokens seen, value) of a metric."""
-        steps, tokens = self.token_counts
-        points = self.series(name)
-        seen = np.interp([step for step, _ in points], steps, tokens)
-        return [(x, value) for x, (_, value) in zip(seen.tolist(), points, strict=True)]
-
-    @cached_property
-    def token_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Count the tokens seen: (steps, tokens seen after each).
-
-        Each log line gives the mean tokens of a sequence, and the phases the sequences of a step.
-        """
-        rates = dict(self.series("perf/sequences_per_second"))
-        steps, tokens = [0], [0.0]
-        for step, of_tokens in self.series("perf/tokens_per_second"):
-            sequences = sum(
-                max(0, min(step, phase.end) - max(steps[-1], phase.start))
-                * phase.train.global_batch_size
-                for phase in self.phases
-            )
-            steps.append(step)
-            tokens.append(tokens[-1] + sequences * of_tokens / max(rates.get(step, np.inf), 1e-9))
-        return np.array(steps), np.array(tokens)
-
-    @cached_property
-    def tokens(self) -> float:
-        """Return the number of tokens seen."""
-        return float(np.interp(self.step, *self.token_counts))
-
-    def seconds_left(self) -> float | None:
-        """Estimate the time to the end from the present speed; None if it is not known."""
-        rates = [rate for _, rate in self.series("perf/sequences_per_second")[-RECENT:] if rate]
-        if not rates:
-            return None
-        phase = phase_at(self.phases, self.step - 1)
-        longest = phase.data.max_seq_length  # sequences of a later phase take longer
-        work = TimeLeft(self.phases, 0).work(self.step, self.config.train.max_steps) / longest
-        return work / statistics.median(rates)
-
-
 # ----------------------------------------------------------------------------------- in words
 
 
 def judge_run(run: RunRecord) -> tuple[str, str]:
     """Judge where a run stands; returns the verdict and the reason for it."""
-    losses, entropies = run.series("eval/mlm_loss"), run.series("eval/unigram_entropy")
+    losses, entropies = run.held_out_losses(), run.series("eval/unigram_entropy")
     evaluations = (line for line in reversed(run.lines) if "eval/mlm_loss" in line)
     if next(evaluations, {"eval/mlm_loss": 0})["eval/mlm_loss"] is None:
         return "Broken", "the newest held-out loss is not a finite number"
@@ -172,7 +83,7 @@ def say_progress(run: RunRecord) -> str:
 
 def say_best(run: RunRecord) -> str:
     """Name the best held-out loss so far; "" if there is none."""
-    losses = run.series("eval/mlm_loss")
+    losses = run.held_out_losses()
     if not losses:
         return ""
     step, best = min(losses, key=lambda point: point[1])
@@ -201,6 +112,7 @@ def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
     nats, share = "{:.3f}", "{:.1%}"
     add("held-out loss, nats", "eval/mlm_loss", nats, "eval/unigram_entropy", "without context {}")
+    add("bits a byte of text", "eval/mlm_bits_per_byte", nats)
     add(
         "masked tokens right",
         "eval/mlm_accuracy",

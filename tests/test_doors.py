@@ -50,7 +50,8 @@ from pretrain.init_from import hash_weights, start_from
 from pretrain.models.bert import PretrainingModel
 from pretrain.objectives import objectives_of
 from pretrain.read_export import load_export
-from pretrain.report import RunRecord, render_runs
+from pretrain.report import render_runs
+from pretrain.run_record import RunRecord
 from pretrain.run_setup import build_probes
 
 sys.path.insert(0, str(ROOT / "scripts"))

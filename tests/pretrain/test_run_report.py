@@ -20,7 +20,8 @@ from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import report
 from pretrain.config import Config
-from pretrain.report import RunRecord, find_neighbours, judge_run, render_runs, say_progress
+from pretrain.report import find_neighbours, judge_run, render_runs, say_progress
+from pretrain.run_record import RunRecord
 
 ENTROPY = 6.0
 
@@ -61,6 +62,9 @@ def test_the_page_shows_the_figures_of_the_record(straight: Path) -> None:
     newest = {name: value for line in record for name, value in line.items()}
     for name in ("train/mlm_loss", "eval/mlm_loss", "eval/unigram_entropy", "train/grad_norm"):
         assert f"{newest[name]:.3f}" in page.text
+    assert f"bits a byte of text {newest['eval/mlm_bits_per_byte']:.3f}" in " ".join(
+        page.text.split()
+    )
     for band in ("frequent", "medium", "rare"):
         assert f"{band} {newest[f'eval/mlm_loss_{band}']:.3f}" in page.text
     for name in ("nsp_accuracy", "nsp_majority", "nsp_by_shared_words"):
@@ -148,6 +152,16 @@ def test_a_run_is_judged_by_its_losses(tmp_path: Path, verdict, training, held_o
     run = write_run(tmp_path, sorted(lines, key=lambda line: line["step"]))
     assert judge_run(run)[0] == verdict
     assert verdict in page_of(tmp_path).text
+
+
+def test_losses_of_pairs_are_not_compared_with_those_of_single_segments(tmp_path: Path) -> None:
+    phases = [{"steps": 0.5, "single_segment_prob": 1}, {"steps": 0.5}]
+    losses = {250: 5.5, 500: 5.0, 750: 5.3, 1000: 5.2}
+    lines = [line for at in losses for line in (trained(at, 5.0), evaluated(at, losses[at]))]
+    run = write_run(tmp_path, lines, phases=phases)
+    assert judge_run(run)[0] == "Learns"
+    assert "Best held-out loss so far: 5.200 at step 1,000." in page_of(tmp_path).text
+    assert judge_run(write_run(tmp_path / "alike", lines))[0] == "Gets worse"
 
 
 def test_the_best_loss_and_the_time_left_are_told(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""The record of a run as its folder tells it: its settings, and each metric against steps and
+tokens seen.
+"""
+
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.config import check
+from pretrain.config import Config, Phase, phase_at, phases_of
+from pretrain.describe import TimeLeft
+from pretrain.export import read_run_config
+from pretrain.tracking import read_metrics
+
+RECENT = 20  # log lines that the present speed and loss are taken from
+
+
+@dataclass
+class RunRecord:
+    """A run as its folder tells it. Raises `UserError` if the folder is not that of a run."""
+
+    run_dir: Path
+    name: str = field(init=False)
+    config: Config = field(init=False)
+    lines: list[dict] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("metrics.jsonl", "config.yaml"):
+            check(
+                (self.run_dir / name).exists(),
+                f"{self.run_dir} holds no {name}; give the run_dir of a run that has begun",
+            )
+        self.name = self.run_dir.resolve().name
+        self.config = read_run_config(self.run_dir)
+        self.lines = read_metrics(self.run_dir / "metrics.jsonl")
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        return phases_of(self.config)
+
+    @property
+    def step(self) -> int:
+        """Return the number of finished steps."""
+        return self.lines[-1]["step"] if self.lines else 0
+
+    @cached_property
+    def columns(self) -> dict[str, list[tuple[int, float]]]:
+        """Map each metric to its (step, value), without the values that were not finite."""
+        columns: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for line in self.lines:
+            step = line["step"]
+            for name, value in line.items():
+                if value is not None:
+                    columns[name].append((step, value))
+        return columns
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """List (step, value) of a metric; empty if it was not recorded."""
+        return self.columns.get(name, [])
+
+    def held_out_losses(self) -> list[tuple[int, float]]:
+        """List (step, held-out loss) of the evaluations that compare with the newest: a phase of
+        single segments is judged by such, which are easier to predict than pairs."""
+        points = self.series("eval/mlm_loss")
+        kinds = [
+            phase_at(self.phases, step - 1).data.single_segment_prob == 1 for step, _ in points
+        ]
+        return [point for point, kind in zip(points, kinds, strict=True) if kind == kinds[-1]]
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """List (tokens seen, value) of a metric."""
+        steps, tokens = self.token_counts
+        points = self.series(name)
+        seen = np.interp([step for step, _ in points], steps, tokens)
+        return [(x, value) for x, (_, value) in zip(seen.tolist(), points, strict=True)]
+
+    @cached_property
+    def token_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Count the tokens seen: (steps, tokens seen after each).
+
+        Each log line gives the mean tokens of a sequence, and the phases the sequences of a step.
+        """
+        rates = dict(self.series("perf/sequences_per_second"))
+        steps, tokens = [0], [0.0]
+        for step, of_tokens in self.series("perf/tokens_per_second"):
+            sequences = sum(
+                max(0, min(step, phase.end) - max(steps[-1], phase.start))
+                * phase.train.global_batch_size
+                for phase in self.phases
+            )
+            steps.append(step)
+            tokens.append(tokens[-1] + sequences * of_tokens / max(rates.get(step, np.inf), 1e-9))
+        return np.array(steps), np.array(tokens)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Return the number of tokens seen."""
+        return float(np.interp(self.step, *self.token_counts))
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time to the end from the present speed; None if it is not known."""
+        rates = [rate for _, rate in self.series("perf/sequences_per_second")[-RECENT:] if rate]
+        if not rates:
+            return None
+        phase = phase_at(self.phases, self.step - 1)
+        longest = phase.data.max_seq_length  # sequences of a later phase take longer
+        work = TimeLeft(self.phases, 0).work(self.step, self.config.train.max_steps) / longest
+        return work / statistics.median(rates)
