@@ -13,7 +13,7 @@ import numpy as np
 
 from data_pipeline.sampling.baselines import unigram_entropy
 from pretrain.checkpoint import last_good, step_of
-from pretrain.config import TrainConfig
+from pretrain.config import Phase
 
 MOST_SKIPPED = 5  # steps in a row, after which the run stops
 RECENT = 100  # steps, whose medians say what is usual
@@ -35,7 +35,7 @@ class Monitor:
 
     def __init__(
         self,
-        train: TrainConfig,
+        phases: list[Phase],
         counts: np.ndarray,
         unknown: int,
         state: dict,
@@ -45,10 +45,15 @@ class Monitor:
         fresh |= {"losses": [], "above": 0}
         fresh |= {"rollbacks": 0, "went_back_to": None, "rolled_back_at": 0}
         self.state = fresh | state
-        self.train, self.log_line, self.entropy = train, log_line, unigram_entropy(counts)
+        train, self.log_line, self.entropy = phases[0].train, log_line, unigram_entropy(counts)
+        self.log_every = train.log_every
         self.guessing = math.log(len(counts))
         # by this step even slow recipes like BERT's have left the plateau, if the model learns
         self.late = min(train.max_steps // 2, train.warmup_steps + 5000)
+        # and so for pairs, from the first phase that has any
+        paired = (one.start for one in phases if one.data.single_segment_prob < 1)
+        first, end = next(paired, 0), phases[-1].end
+        self.late_for_pairs = first + min((end - first) // 2, train.warmup_steps + 5000)
         share = counts[unknown] / counts.sum()
         if share > MUCH_UNKNOWN:
             self.warn("unknown", f"[UNK] is {share:.0%} of the training tokens; check vocab")
@@ -140,23 +145,26 @@ class Monitor:
         """
         wait = metrics["perf/data_wait"]
         # the first interval always waits, since prefetching starts with it
-        if wait > MUCH_WAITING and done > self.train.log_every:
+        if wait > MUCH_WAITING and done > self.log_every:
             self.warn("data_wait", f"{wait:.0%} of the time is spent waiting for data")
         loss, right = metrics["train/mlm_loss"], metrics.get("train/nsp_accuracy", 1.0)
         if math.isfinite(loss):  # else all steps since the last line were skipped
             self.state["loss"] = loss
-        is_late = done - self.train.log_every < self.late <= done  # true at one log line
-        if is_late and loss > self.entropy - PLATEAU:
+        if self.is_reached(self.late, done) and loss > self.entropy - PLATEAU:
             line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
             beside = f"unigram entropy of the training text {self.entropy:.3f}"
             self.warn("plateau", f"{line} ({beside})")
         two_sigma = 1 / math.sqrt(max(pairs, 1))  # of the accuracy of a fair coin
-        if is_late and pairs and right < 0.5 + two_sigma:
+        if self.is_reached(self.late_for_pairs, done) and pairs and right < 0.5 + two_sigma:
             beside = f"is {right:.3f}, that of guessing"
             self.warn("nsp", f"after {done:,} steps the accuracy on pairs {beside}")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         counts = {"skipped_steps": self.state["skipped"], "rollbacks": self.state["rollbacks"]}
         return {f"train/{name}": count for name, count in counts.items()} | said
+
+    def is_reached(self, step: int, done: int) -> bool:
+        """Tell whether a step is among those of the log line after `done` steps."""
+        return done - self.log_every < step <= done
 
     def explain_skips(self, step: int, run_dir: Path) -> str:
         """Return the error message to stop with after `MOST_SKIPPED` skips, the last at `step`."""

@@ -140,7 +140,7 @@ class Record:
         self.log_line = self.bar.write if run.main else lambda line: None
         counts, unknown = sample_counts(run.store), run.store.vocabulary["[UNK]"]
         kept = state.get("monitor", {})
-        self.monitor = Monitor(run.phases[0].train, counts, unknown, kept, self.log_line)
+        self.monitor = Monitor(run.phases, counts, unknown, kept, self.log_line)
         if run.main:
             reports = run.config.tracking.wandb is not None
             self.tracker = Tracker(run.run_dir, state["step"], reports)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
-from pretrain.config import TrainConfig
+from pretrain.config import Config, PhaseConfig, TrainConfig, phases_of
 from pretrain.models.bert import PretrainingModel, continue_positions
 from pretrain.monitor import MOST_SKIPPED, RECENT, SPIKE_STEPS, Monitor
 
@@ -23,11 +24,14 @@ NOTHING = {"train/skipped_steps": 0, "train/rollbacks": 0}
 SOUND = {"train/mlm_loss": 0.5, "train/nsp_accuracy": 0.7, "perf/data_wait": 0.0}
 
 
-def build(state: dict | None = None, unknown: int = 0) -> tuple[Monitor, list[str]]:
+def build(
+    state: dict | None = None, unknown: int = 0, train: TrainConfig = TRAIN
+) -> tuple[Monitor, list[str]]:
     """A monitor of a text with four pieces, equally frequent but for the first, [UNK]."""
     said: list[str] = []
+    phases = phases_of(Config(train=train))
     counts = np.array([unknown, 100, 100, 100])
-    return Monitor(TRAIN, counts, 0, state or {}, said.append), said
+    return Monitor(phases, counts, 0, state or {}, said.append), said
 
 
 def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
@@ -452,6 +456,16 @@ def test_what_is_slow_to_learn_is_given_half_of_the_run() -> None:
     assert not said
     monitor.check_health(500, SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}, 1000)
     assert len(said) == 2
+
+
+def test_pairs_that_come_last_are_given_half_of_their_phase() -> None:
+    phases = [PhaseConfig(steps=0.75, single_segment_prob=1.0), PhaseConfig(steps=0.25)]
+    monitor, said = build(train=replace(TRAIN, phases=phases))
+    for done in range(10, 870, 10):
+        monitor.check_health(done, SOUND | {"train/nsp_accuracy": 0.5}, 1000 * (done > 750))
+    assert not said
+    monitor.check_health(880, SOUND | {"train/nsp_accuracy": 0.5}, 1000)  # step 875 is half of it
+    assert len(said) == 1 and "after 880 steps the accuracy on pairs" in said[0]
 
 
 def test_a_gradient_far_above_the_usual_is_named_and_used() -> None:
