@@ -109,7 +109,7 @@ def main() -> None:
     name = args.texts or "stdin"
     try:
         data = args.texts.read_bytes() if args.texts else sys.stdin.buffer.read()
-        texts = data.decode("utf-8").removesuffix("\n").split("\n")
+        texts = data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
     except FileNotFoundError:
         raise UserError(f"no file at {name}; give a file with a text a line") from None
     except UnicodeDecodeError as error:

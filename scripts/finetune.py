@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ import transformers
 from finetune_data import COLUMNS, Example, read_examples
 from finetune_tasks import TASKS, Task, Unit
 from finetune_train import (
+    LENGTH_MULTIPLE,
     POOLS,
     Network,
     Run,
@@ -94,6 +96,7 @@ def main() -> None:
     args.metric = args.metric or task.metrics[0]
     known = ", ".join(task.metrics)
     check(args.metric in task.metrics, f"--metric {args.metric}: {args.task} has {known}")
+    args.out.mkdir(parents=True, exist_ok=True)  # what cannot be written fails before the training
 
     systems = {}
     for system in ["pretrained", *args.also]:
@@ -124,7 +127,6 @@ def main() -> None:
             "threads": torch.get_num_threads(),
         },
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     write_file(results, (json.dumps(found, indent=2, default=str) + "\n").encode())
     print_table(systems, args.metric, list(splits)[1:])
     print(f"{found['seconds']:,.0f} s; all figures are in {results}")
@@ -141,6 +143,7 @@ def check_settings(args: argparse.Namespace) -> None:
         f"no exported model in {args.model}; python -m pretrain.export makes one",
     )
     longest = longest_sequence(read_settings(args.model))
+    longest -= longest % LENGTH_MULTIPLE  # to which sequences are padded
     usual = min(384 if args.task == "qa" else 128, longest)
     args.max_length = usual if args.max_length is None else args.max_length
     check(
@@ -157,6 +160,10 @@ def check_settings(args: argparse.Namespace) -> None:
     check(min(args.seeds) >= 0, f"--seeds {min(args.seeds)}: wanted 0 or more")
     is_classification = args.task in ("classification", "multi_label")
     check("bow" not in args.also or is_classification, f"--also bow: not for {args.task}")
+    check(
+        "bow" not in args.also or find_spec("sklearn"),
+        "--also bow needs scikit-learn; install it: pip install -e '.[finetune]'",
+    )
     columns = [column.partition("=")[::2] for column in args.columns]
     for what, name in columns:
         check(
@@ -170,6 +177,9 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
     """Read and encode train, dev and test, and tell how large they are."""
     paths = {name: getattr(args, name) for name in ("train", "dev", "test") if getattr(args, name)}
     examples = {name: read_examples(path, args.task, args.columns) for name, path in paths.items()}
+    if args.max_train and args.max_train >= len(examples["train"]):
+        print(f"note: {args.train} has no more than --max-train {args.max_train:,}: all are taken")
+        args.max_train = None
     task = TASKS[args.task](examples["train"])
     if args.task in ("classification", "multi_label", "regression"):
         texts = {len(example.texts) for part in examples.values() for example in part}
@@ -185,7 +195,8 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
     tokenizer, splits = load_pretrained(AutoTokenizer, args.model), {}
     for name, part in examples.items():
         units = task.encode(part, tokenizer, args.max_length)
-        splits[name] = Split(part, units, sorted_batches(units, 4 * args.batch_size, device))
+        judged = [] if name == "train" else units  # `judge_network` draws the others
+        splits[name] = Split(part, units, sorted_batches(judged, 4 * args.batch_size, device))
         full = sum(unit.length == args.max_length for unit in units) / len(units)
         words = f"{name}: {len(part):,} examples"
         words += f" in {len(units):,} windows" if args.task == "qa" else ""

@@ -26,7 +26,8 @@ COLUMNS = {
 }
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
-NOTE = re.compile(r"# .*=")  # above a sentence of a CoNLL file
+NOTE = re.compile(r"# (.*=|newdoc$|newpar$)")  # above a sentence of a CoNLL file
+NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
 SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
 
 
@@ -90,12 +91,25 @@ def count_columns(first: list[str], columns: dict[str, str]) -> list[str] | None
     return None
 
 
+def check_names(path: Path, names: list[str], columns: dict[str, str]) -> None:
+    """Raise `UserError` if two columns have a name that a task may read: one of them would be left
+    out unseen."""
+    read = {name for known in COLUMNS.values() for name in known} | {*columns.values()}
+    twice = sorted({name for name in names if name in read and names.count(name) > 1})
+    check(
+        not twice,
+        f"{path}: the first line names {' and '.join(map(repr, twice))} twice; rename a column, or "
+        "name columns by their numbers, as in --columns text=1 label=2",
+    )
+
+
 def read_tsv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
     """Yield (place, column -> text) of a file without quoting."""
     lines = read_text(path).split("\n")  # splitlines would also cut at U+2028
     first = lines[0].split("\t")
     numbers = count_columns(first, columns)
     names, begin = numbers or first, 0 if numbers else 1
+    check_names(path, names, columns)
     for number, line in enumerate(lines[begin:], begin + 1):
         if line:
             cells = line.split("\t")
@@ -115,6 +129,7 @@ def read_csv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
         first = next(reader, [])
         numbers = count_columns(first, columns)
         names, line = numbers or first, 0 if numbers else 1
+        check_names(path, names, columns)
         for cells in chain([first] if numbers else [], reader):
             place, line = f"{path}:{line + 1}", reader.line_num
             if cells:
@@ -201,8 +216,12 @@ def labelled_texts(row: Row, task: str) -> Example:
         texts.append(row.text("second"))
     label = row.get("label")
     if task == "multi_label":
-        label = label if isinstance(label, list) else str(label).split(",")
-        label = [str(item).strip() for item in label if str(item).strip()]
+        names = label if isinstance(label, list) else [] if label is None else str(label).split(",")
+        check(
+            all(map(is_name, names)) and len(set(names)) == len(names),
+            f"{row.place}: label is {label!r:.60}; wanted the names of the labels, each once",
+        )
+        label = [str(item).strip() for item in names if str(item).strip()]
     elif task == "regression":
         try:
             label = float(label)
@@ -210,9 +229,15 @@ def labelled_texts(row: Row, task: str) -> Example:
             label = math.nan
         check(math.isfinite(label), f"{row.place}: label is {row.get('label')!r}, not a number")
     else:
-        label = "" if label is None else str(label).strip()
-        check(label, f"{row.place} has no label")
+        check(label is not None and str(label).strip(), f"{row.place} has no label")
+        check(is_name(label), f"{row.place}: label is {label!r:.60}, not a name or a number")
+        label = str(label).strip()
     return Example(row.place, texts, label)
+
+
+def is_name(label: object) -> bool:
+    """Tell whether a cell names a label; what pandas writes for a missing one does not."""
+    return isinstance(label, str | int) or (isinstance(label, float) and math.isfinite(label))
 
 
 def tagged_words(row: Row, task: str) -> Example:
@@ -239,7 +264,7 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
 
     Columns are separated by tabs, or else by blanks; the first is the word, the last its tag,
     unless `columns` has other numbers. Where documents begin (-DOCSTART-) and what is noted above
-    a sentence (`# id = 3`) are no words.
+    a sentence (`# id = 3`) are no words, nor are the ranges and empty nodes of a `.conllu`.
     """
     for what, name in columns.items():
         check(
@@ -249,7 +274,10 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
     word, tag = (int(columns.get(what, end)) for what, end in (("tokens", 1), ("tags", 0)))
     words, tags, start = [], [], 1
     for number, line in enumerate([*read_text(path).split("\n"), ""], 1):
-        cells = line.split("\t") if "\t" in line else line.split()
+        # a word may hold other spaces than blanks, or be one
+        cells = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
+        if path.suffix == ".conllu" and NO_WORD.match(line):
+            continue
         if not words and (cells[:1] == ["-DOCSTART-"] or NOTE.match(line)):
             start = number + 1
         elif not line.strip():  # perhaps with a tab, as in the original files of WNUT-17
@@ -279,9 +307,11 @@ def read_squad(path: Path) -> Iterator[Example]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
                 place = f"{path}: question {question.get('id', question['question'])}"
-                answers = [(a["text"], a.get("answer_start")) for a in question["answers"]]
+                answers = [a for a in question["answers"] if a["text"].strip()]
                 if answers:
-                    yield Example(place, [question["question"], paragraph["context"]], answers)
+                    texts = [question["question"], paragraph["context"]]
+                    answers = [(a["text"], a.get("answer_start")) for a in answers]
+                    yield Example(place, texts, answers)
                 else:
                     unanswered += 1
     if unanswered:

@@ -106,7 +106,7 @@ def span_scores(wanted: Sequence[list[str]], found: Sequence[list[str]]) -> dict
     wanted_count, found_count = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
     words = [x == y for a, b in zip(wanted, found, strict=True) for x, y in zip(a, b, strict=True)]
     return {
-        "f1": 2 * right / (wanted_count + found_count) if wanted_count + found_count else 1.0,
+        "f1": 2 * right / (wanted_count + found_count) if right else 0.0,
         "precision": right / found_count if found_count else 0.0,
         "recall": right / wanted_count if wanted_count else 0.0,
         "accuracy": float(np.mean(words)),

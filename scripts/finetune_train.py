@@ -106,7 +106,9 @@ class Network(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Score sequences or tokens: float32 (R, outputs) or (R, S, outputs)."""
         if batch.states is None:
-            return self.head(self.dropout(self.states(batch))).float()
+            states = self.dropout(self.states(batch)).float()
+            with torch.autocast(states.device.type, enabled=False):
+                return self.head(states)
         return self.head((batch.states - self.mean) / self.scale)
 
 

@@ -7,7 +7,7 @@ from finetune_data import Example
 from finetune_tasks import Task
 from finetune_train import Run
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.config import check
 
 STRENGTHS = (0.1, 1.0, 10.0, 100.0)  # of C, the inverse of the penalty
 
@@ -16,16 +16,12 @@ def vectorize(train: list[Example], others: list[list[Example]]) -> list:
     """Turn the texts of examples into weighted counts of words, word pairs and 1 to 4 characters.
 
     Features are chosen and weighted on `train`. Of two sentences each has features of its own.
-    Returns a sparse matrix for `train` and each of the others. Raises `UserError` without
-    scikit-learn.
+    Returns a sparse matrix for `train` and each of the others. Raises `UserError` if no text of
+    `train` has a character.
     """
-    try:
-        from scipy.sparse import hstack
-        from sklearn.feature_extraction.text import TfidfVectorizer
-    except ImportError:
-        raise UserError(
-            "--also bow needs scikit-learn; install it: pip install -e '.[finetune]'"
-        ) from None
+    from scipy.sparse import hstack
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
     found = [[] for _ in (train, *others)]
     for column in range(len(train[0].texts)):
         texts = [[e.texts[column] for e in examples] for examples in (train, *others)]
@@ -40,6 +36,7 @@ def vectorize(train: list[Example], others: list[list[Example]]) -> list:
                 continue
             for matrices, part in zip(found, texts, strict=True):
                 matrices.append(vectorizer.transform(part))
+    check(found[0], f"no text has a character among the {len(train):,} to train a bag of words on")
     return [hstack(matrices).tocsr() for matrices in found]
 
 

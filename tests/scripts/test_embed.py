@@ -102,6 +102,17 @@ def test_the_command_reads_lines_and_writes_an_array(straight, tmp_path) -> None
     assert np.array_equal(a, b) and a.shape == (3, 32) and a.dtype == np.float32
 
 
+@pytest.mark.parametrize("data", ["\ufeffa b\nc\n", "a b\r\nc\r\n", "\ufeffa b\r\nc"])
+def test_line_ends_and_the_mark_of_windows_are_no_text(data, tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_bytes(data.encode())
+    read = []
+    monkeypatch.setattr(embed, "embed", lambda *a: read.append(a[1]) or np.zeros((2, 3)))
+    arguments = ["embed", tmp_path / "a.txt", "--model", tmp_path, "--out", tmp_path / "a.npy"]
+    monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
+    embed.main()
+    assert read == [["a b", "c"]]
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [(b"a\n\nb\n", b"line 2 of stdin is empty"), (b"caf\xe9", b"stdin is not UTF-8 at byte 3")],

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -338,6 +339,7 @@ def test_entity_scores_are_worked_by_hand() -> None:
     found = ["B-PER I-PER O B-ORG".split(), "O O".split()]
     scores = ours.span_scores(wanted, found)  # one right of three wanted and of two found
     assert scores == {"f1": 2 / 5, "precision": 1 / 2, "recall": 1 / 3, "accuracy": 4 / 6}
+    assert ours.span_scores([["O"]], [["O"]])["f1"] == 0.0  # as conlleval has it
 
 
 def test_answers_are_scored_by_the_rules_of_squad() -> None:
@@ -490,6 +492,39 @@ def test_notes_and_beginnings_of_documents_are_no_words(tmp_path) -> None:
     assert [e.place.rpartition(":")[2] for e in found] == ["3", "7"]
 
 
+def test_conll_u_has_ranges_and_empty_nodes_which_are_no_words(tmp_path) -> None:
+    rows = [(1, "de", "ADP"), (2, "le", "DET"), ("3.1", "gone", "VERB"), (3, "x", "NOUN")]
+    lines = [f"{number}\t{word}\t_\t{tag}\t_" for number, word, tag in [("1-2", "du", "_"), *rows]]
+    text = "# newdoc\n# newpar\n# text = du x\n" + "\n".join(lines) + "\n\n"
+    (tmp_path / "a.conllu").write_text(text)
+    found = read_examples(tmp_path / "a.conllu", "tagging", {"tokens": "2", "tags": "4"})
+    assert [(e.texts, e.label) for e in found] == [(["de", "le", "x"], ["ADP", "DET", "NOUN"])]
+
+
+def test_a_word_may_hold_or_be_another_space_than_a_blank(tmp_path) -> None:
+    (tmp_path / "a.conll").write_text("10\u00a0000  B-X\n\u3000 O\n", encoding="utf-8")
+    (found,) = read_examples(tmp_path / "a.conll", "tagging", {})
+    assert (found.texts, found.label) == (["10\u00a0000", "\u3000"], ["B-X", "O"])
+
+
+def test_no_label_of_several_is_none_of_them(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "a", "label": null}\n{"text": "b", "label": ["x"]}\n'
+    )
+    found = read_examples(tmp_path / "a.jsonl", "multi_label", {})
+    assert [example.label for example in found] == [[], ["x"]]
+
+
+def test_an_answer_without_text_is_none(tmp_path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(SQUAD % ('"a b"', '"b"'))
+    (found,) = read_examples(path, "qa", {})
+    assert found.label == [("b", None)]
+    path.write_text(SQUAD % ('"a b"', '" "'))
+    with pytest.raises(UserError, match="holds no examples"):
+        read_examples(path, "qa", {})
+
+
 @pytest.mark.parametrize(
     ("task", "name", "text", "columns", "wanted"),
     [
@@ -545,6 +580,12 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("classification", "a.csv", '"sentence,label\nx,1\n', r"a.csv:\d+ is not CSV"),
         ("classification", "a.jsonl", "[" * 100_000, r"a.jsonl:1 is not JSON: .* too deep"),
         ("classification", "a.jsonl", '{"text": "\\ud83d"}', r"1 is not JSON: .* half a"),
+        ("classification", "a.tsv", "text\tlabel\ttext\na\t1\tb\n", r"names 'text' twice; rename"),
+        ("classification", "a.csv", "text,label,text\na,1,b\n", r"first line names 'text' twice"),
+        ("classification", "a.jsonl", '{"text": "x", "label": NaN}', r"label is nan, not a name"),
+        ("classification", "a.jsonl", '{"text": "x", "label": ["y"]}', r"label is \['y'\], not"),
+        ("multi_label", "a.jsonl", '{"text": "x", "label": [1, 0, 0]}', r"\[1, 0, 0\]; .*once"),
+        ("multi_label", "a.jsonl", '{"text": "x", "label": ["y", null]}', r"; wanted the names"),
         ("regression", "a.jsonl", f'{{"text": "x", "label": {"9" * 400}}}', r":1: label is 9999"),
         ("regression", "a.tsv", "sentence\tlabel\nx\tnan\n", r"a.tsv:2: label is 'nan', not"),
         ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
@@ -590,6 +631,31 @@ def test_a_setting_that_cannot_be_is_refused(
     with pytest.raises(UserError, match=said):
         run(monkeypatch, exported, "classification", tasks, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_would_fail_after_the_training_fails_before(
+    exported, tasks, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(finetune, "judge_network", None)  # which nothing reaches
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError):
+        run(monkeypatch, exported, "classification", tasks, tmp_path / "file")
+    monkeypatch.setattr(finetune, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--also bow needs scikit-learn"):
+        run(monkeypatch, exported, "classification", tasks, tmp_path / "out", "--also bow")
+
+
+def test_a_model_of_any_number_of_positions_is_judged(
+    prepared, vocabulary, tasks, tmp_path, monkeypatch
+) -> None:
+    sizes = {"max_position_embeddings": 30}
+    model = write_export(prepared / "data/vocab", len(vocabulary), tmp_path / "model", **sizes)
+    texts = [f"sentence\tlabel\n{'the ' * 40}\t{label}\n" for label in (0, 1)]
+    shutil.copytree(tasks, tmp_path / "tasks")
+    (tmp_path / "tasks/reviews/dev.tsv").write_text(texts[0] + texts[1].partition("\n")[2])
+    options = "--seeds 0 --learning-rates 1e-3 --epochs 1 --max-train 10_000"
+    found = run(monkeypatch, model, "classification", tmp_path / "tasks", tmp_path / "o", options)
+    assert found["settings"]["max_length"] == 24 and found["settings"]["max_train"] is None
 
 
 def test_an_unknown_label_is_one_line(exported, tasks, tmp_path) -> None:
