@@ -8,6 +8,7 @@ the corpus. `--check` overfits one batch instead, to show that the model can lea
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import inf
 
@@ -296,7 +297,13 @@ def check(config: Config) -> None:
     )
     phases = phases_of(config)
     accelerator = build_accelerator(config.train, phases)
-    (store, (source, *_)), top = open_token_store(config, phases), phases[0].train.learning_rate
+    store, sources = open_token_store(config, phases)
+    # pairs, if the run has any: the gradient has to reach their heads too
+    paired = (one for one in phases if one.data.single_segment_prob < 1)
+    phase = next(paired, phases[0])
+    source, top = sources[phases.index(phase)], phase.train.learning_rate
+    if 0 < phase.data.single_segment_prob < 1:
+        source = BatchSource(store, replace(phase.data, single_segment_prob=0.0), phase.seed)
     fingerprint_run(config, store, accelerator)
     counts = torch.from_numpy(sample_counts(store))
     # without dropout, and scoring all tokens

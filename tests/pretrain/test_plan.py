@@ -168,6 +168,15 @@ def test_a_model_that_can_learn_learns_a_batch_by_heart(prepared, objective, cap
     assert re.search(r"by heart: MLM loss 0\.\d+ at step \d+", out)
 
 
+@pytest.mark.parametrize("share", [1, 0.9])
+def test_a_recipe_whose_first_phase_has_single_segments_is_checked_by_pairs(
+    prepared, share, capsys
+) -> None:
+    phases = f"train.phases=[{{steps: 0.75, single_segment_prob: {share}}}, {{steps: 0.25}}]"
+    plan.check(config_of(prepared, *LARGER, phases))
+    assert "by heart: MLM loss 0." in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_learn_is_refused_in_one_line(prepared, monkeypatch) -> None:
     monkeypatch.setattr(plan, "STEPS", 30)
     with pytest.raises(UserError, match="not learned by heart: MLM loss .* after 30 steps"):
