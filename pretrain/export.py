@@ -8,7 +8,7 @@ import argparse
 import copy
 import json
 import shutil
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -265,6 +265,10 @@ def export_checkpoint(
     """
     state = read_run_state(checkpoint)
     fingerprint = state["fingerprint"]
+    begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
+    if not config.init_from and all(phase.data.single_segment_prob == 1 for phase in begun):
+        # the pair heads are at their random start
+        config = replace(config, data=replace(config.data, objective="none"))
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
     pieces = len(read_vocabulary(vocab_dir))
     check_size(checkpoint, config, pieces)
@@ -272,7 +276,6 @@ def export_checkpoint(
     load_model(checkpoint, model)
     if config.init_from is None:  # else the scale of its embeddings is that of others
         settle_embeddings(model)
-    begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
     trained = max(phase.data.max_seq_length for phase in begun)
     if config.init_from:
         trained = config.model.max_position_embeddings

@@ -448,6 +448,20 @@ def test_any_checkpoint_is_exported(run_dir, tmp_path, monkeypatch, capsys) -> N
     assert_same_weights(state, checkpoint)
 
 
+def test_a_checkpoint_from_before_the_pairs_is_a_model_without_pair_heads(
+    prepared, tmp_path, monkeypatch
+) -> None:
+    phases = "train.phases=[{steps: 8, single_segment_prob: 1}, {steps: 4}]"
+    train_here(prepared, tmp_path / "run", phases, "train.keep_checkpoints=3")
+    for step, has_pairs in ((8, False), (12, True)):
+        out = tmp_path / f"out{step}"
+        run_cli(monkeypatch, tmp_path / f"run/checkpoints/step-{step:08d}", out)
+        card = (out / "README.md").read_text()
+        assert ("next-sentence" in card) == ("sequences are a single segment" in card) == has_pairs
+        found = json.loads((out / "config.json").read_text())["architectures"]
+        assert found == ["BertForPreTraining" if has_pairs else "BertForMaskedLM"]
+
+
 @pytest.mark.parametrize(
     "inside, source",
     [("", "."), ("", "checkpoints/step-00000004"), ("checkpoints", "step-00000004")],
