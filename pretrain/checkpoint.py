@@ -306,7 +306,7 @@ def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
 def load_optimizers(
     checkpoint: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Load the states of the optimizers from a checkpoint.
+    """Load the states of the optimizers from a checkpoint, in the place of what they have.
 
     Raises `UserError` if they are of another model or optimizer: fused kernels do not look at
     shapes, and would write beyond a tensor that is too small.
@@ -317,6 +317,8 @@ def load_optimizers(
     for name, value in load_tensors(path).items():
         parameter_name, _, key = name.partition("/")
         states.setdefault(parameter_name, {})[key] = value
+    for optimizer in optimizers:
+        optimizer.state.clear()  # of pair heads, a checkpoint from before the pairs has none
     for name, state in states.items():
         parameter = parameters.get(name)
         optimizer = owner.get(id(parameter))

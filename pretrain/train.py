@@ -46,7 +46,7 @@ from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progre
 from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
-from pretrain.models.bert import continue_positions
+from pretrain.models.bert import PretrainingModel, continue_positions
 from pretrain.models.cpu import return_freed_memory
 from pretrain.monitor import SPIKE_STEPS, Monitor
 from pretrain.objectives import ROW
@@ -92,14 +92,14 @@ def train(config: Config) -> None:
             mark()
             number = accelerator.process_index * len(micro_batches) + i
             torch.manual_seed(dropout_seed(config.seed, step, number))
-            last = i == len(micro_batches) - 1
-            with nullcontext() if last else no_sync(run.model, accelerator):
+            with nullcontext() if batch is micro_batches[-1] else no_sync(run.model, accelerator):
                 rows = run.model(batch)
                 # global counts: the same gradient however the step is divided
                 loss = (weights * rows[:, 0] / counts).sum()
                 accelerator.backward(loss * accelerator.num_processes)  # DDP averages
             sums += rows.detach()
         norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf)
+        leave_pair_heads(run.bare, phase)
         rate = learning_rate(step - phase.schedule_start, phase.train)
         found = agree_on_step(sums, norm, run.stop_signal(), accelerator)  # all decide alike
         update(run.optimizers, rate, found[0])
@@ -285,9 +285,10 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
             others = run.probes.fill(run.bare, run.accelerator)
         run.state["evaluation"] = found
         if run.main:
-            record.tracker.log(done, found, **others)
-            said = say_evaluation(found, run.config.data.objective)
-            record.log_line(f"step {done:,}: {said}")
+            if found or others:  # a phase may have no held-out text of its length
+                record.tracker.log(done, found, **others)
+                said = say_evaluation(found, run.config.data.objective)
+                record.log_line(f"step {done:,}: {said}")
             refresh_report(run.run_dir, record.log_line)
 
 
@@ -417,6 +418,14 @@ def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
         f"{len(objectives)} objectives; put a sound copy of the checkpoint back",
     )
     return [[math.nan if number is None else number for number in row] for row in sums]
+
+
+def leave_pair_heads(model: PretrainingModel, phase: Phase) -> None:
+    """Free the gradients of the pair heads in a phase without pairs, where they are 0: the
+    optimizers would decay the weights, and take its steps for some that they have learned from."""
+    if phase.data.single_segment_prob == 1 and model.nsp:
+        for head in (model.pooler, model.nsp):
+            head.zero_grad()
 
 
 def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:

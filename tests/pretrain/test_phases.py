@@ -126,13 +126,13 @@ def test_lengths_and_batch_sizes_change_where_a_phase_begins(prepared, store) ->
 
 
 def test_pairs_come_after_single_segments(prepared: Path, tmp_path: Path, store) -> None:
-    """A phase of single segments asks nothing of the pair head, whose weights stay, says nothing of
-    it, and is judged by single segments."""
+    """A phase of single segments asks nothing of the pair head, whose weights stay and whose
+    optimizer has not begun, says nothing of it, and is judged by single segments."""
     phases = "train.phases=[{steps: 8, single_segment_prob: 1}, {steps: 4}]"
     for step, batches in enumerate(steps_of(load(prepared, phases), store)):
         labels = {label for batch in batches for label in batch.next_sentence_label.tolist()}
         assert labels == {-100} if step < 8 else labels <= {0, 1}
-    adamw = ("train.optimizer=adamw", "train.weight_decay=0", "train.save_every=4")
+    adamw = ("train.optimizer=adamw", "train.save_every=4")
     kept = ("train.log_every=1", "train.eval_every=4", "train.keep_checkpoints=3")
     train_here(prepared, tmp_path, phases, *adamw, *kept)
     logged = {line["step"]: line for line in metrics(tmp_path) if "train/loss" in line}
@@ -145,6 +145,12 @@ def test_pairs_come_after_single_segments(prepared: Path, tmp_path: Path, store)
         assert torch.equal(first[name], second[name]) and not torch.equal(second[name], last[name])
     word = "embeddings.word.weight"
     assert not torch.equal(first[word], second[word])
+    steps = [load_file(path / "optimizer.safetensors") for path in checkpoints(tmp_path)]
+    assert [[state.get(f"{name}/step") for name in (word, "nsp.bias")] for state in steps] == [
+        [4, None],
+        [8, None],
+        [12, 4],
+    ]
 
 
 def test_pairs_that_never_come_are_refused(prepared) -> None:
