@@ -50,9 +50,9 @@ class Monitor:
         self.guessing = math.log(len(counts))
         # by this step even slow recipes like BERT's have left the plateau, if the model learns
         self.late = min(train.max_steps // 2, train.warmup_steps + 5000)
-        # and so for pairs, from the first phase that has any
-        paired = (one.start for one in phases if one.data.single_segment_prob < 1)
-        first, end = next(paired, 0), phases[-1].end
+        # and so for pairs, from the first phase that has any to the end of the last
+        paired = [one for one in phases if one.data.single_segment_prob < 1] or phases
+        first, end = paired[0].start, paired[-1].end
         self.late_for_pairs = first + min((end - first) // 2, train.warmup_steps + 5000)
         share = counts[unknown] / counts.sum()
         if share > MUCH_UNKNOWN:

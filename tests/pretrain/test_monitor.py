@@ -468,6 +468,14 @@ def test_pairs_that_come_last_are_given_half_of_their_phase() -> None:
     assert len(said) == 1 and "after 880 steps the accuracy on pairs" in said[0]
 
 
+def test_pairs_that_end_early_are_given_half_of_their_phase() -> None:
+    phases = [PhaseConfig(steps=0.4), PhaseConfig(steps=0.6, single_segment_prob=1.0)]
+    monitor, said = build(train=replace(TRAIN, phases=phases))
+    for done in range(10, 1001, 10):
+        monitor.check_health(done, SOUND | {"train/nsp_accuracy": 0.5}, 1000 * (done <= 400))
+    assert len(said) == 1 and "after 200 steps the accuracy on pairs" in said[0]
+
+
 def test_a_gradient_far_above_the_usual_is_named_and_used() -> None:
     monitor, said = build()
     for step in range(RECENT):
