@@ -47,7 +47,7 @@ PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 
 def judge_run(run: RunRecord) -> tuple[str, str]:
     """Judge where a run stands; returns the verdict and the reason for it."""
-    losses, entropies = run.held_out_losses(), run.series("eval/unigram_entropy")
+    losses, entropies = run.losses("eval"), run.series("eval/unigram_entropy")
     evaluations = (line for line in reversed(run.lines) if "eval/mlm_loss" in line)
     if next(evaluations, {"eval/mlm_loss": 0})["eval/mlm_loss"] is None:
         return "Broken", "the newest held-out loss is not a finite number"
@@ -62,7 +62,7 @@ def judge_run(run: RunRecord) -> tuple[str, str]:
     if last > best + OVERFIT:
         told = f"the held-out loss is {last:.3f}, {last - best:.2f} nats above its best at step "
         told += f"{best_step:,}"
-        trained = run.series("train/mlm_loss")
+        trained = run.losses("train")
         then = [loss for step, loss in trained if step <= best_step][-RECENT:]
         now = [loss for _, loss in trained[-RECENT:]]
         if then and statistics.mean(now) < statistics.mean(then):
@@ -83,7 +83,7 @@ def say_progress(run: RunRecord) -> str:
 
 def say_best(run: RunRecord) -> str:
     """Name the best held-out loss so far; "" if there is none."""
-    losses = run.held_out_losses()
+    losses = run.losses("eval")
     if not losses:
         return ""
     step, best = min(losses, key=lambda point: point[1])
@@ -101,7 +101,13 @@ def list_warnings(run: RunRecord) -> list[str]:
 
 def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """List (what, value, what to compare it with) of the newest evaluation and log line."""
-    newest = {name: points[-1][1] for name, points in run.columns.items()}
+    newest = {name: points[-1] for name, points in run.columns.items()}
+    judged = newest.get("eval/mlm_loss", (0, 0.0))[0]
+    newest = {
+        name: value
+        for name, (step, value) in newest.items()
+        if step == judged or not name.startswith("eval/")  # pairs of an earlier phase are left out
+    }
     figures = []
 
     def add(what: str, name: str, form: str, beside: str = "", remark: str = "{}") -> None:

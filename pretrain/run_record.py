@@ -62,14 +62,19 @@ class RunRecord:
         """List (step, value) of a metric; empty if it was not recorded."""
         return self.columns.get(name, [])
 
-    def held_out_losses(self) -> list[tuple[int, float]]:
-        """List (step, held-out loss) of the evaluations that compare with the newest: a phase of
-        single segments is judged by such, which are easier to predict than pairs."""
-        points = self.series("eval/mlm_loss")
-        kinds = [
-            phase_at(self.phases, step - 1).data.single_segment_prob == 1 for step, _ in points
-        ]
-        return [point for point, kind in zip(points, kinds, strict=True) if kind == kinds[-1]]
+    def losses(self, split: str) -> list[tuple[int, float]]:
+        """List (step, MLM loss) of a split, `train` or `eval`, as far as they compare with the
+        newest held-out one: single segments, which some phases have alone, are easier than pairs.
+        """
+        points, judged = self.series(f"{split}/mlm_loss"), self.series("eval/mlm_loss")
+        if not judged:
+            return []
+        kind = self.is_single(judged[-1][0])
+        return [(step, loss) for step, loss in points if self.is_single(step) == kind]
+
+    def is_single(self, done: int) -> bool:
+        """Tell whether step `done` was of single segments alone."""
+        return phase_at(self.phases, done - 1).data.single_segment_prob == 1
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """List (tokens seen, value) of a metric."""

@@ -62,9 +62,8 @@ def test_the_page_shows_the_figures_of_the_record(straight: Path) -> None:
     newest = {name: value for line in record for name, value in line.items()}
     for name in ("train/mlm_loss", "eval/mlm_loss", "eval/unigram_entropy", "train/grad_norm"):
         assert f"{newest[name]:.3f}" in page.text
-    assert f"bits a byte of text {newest['eval/mlm_bits_per_byte']:.3f}" in " ".join(
-        page.text.split()
-    )
+    assert "bits a byte of text" in page.text
+    assert f"{newest['eval/mlm_bits_per_byte']:.3f}" in page.text
     for band in ("frequent", "medium", "rare"):
         assert f"{band} {newest[f'eval/mlm_loss_{band}']:.3f}" in page.text
     for name in ("nsp_accuracy", "nsp_majority", "nsp_by_shared_words"):
@@ -156,12 +155,22 @@ def test_a_run_is_judged_by_its_losses(tmp_path: Path, verdict, training, held_o
 
 def test_losses_of_pairs_are_not_compared_with_those_of_single_segments(tmp_path: Path) -> None:
     phases = [{"steps": 0.5, "single_segment_prob": 1}, {"steps": 0.5}]
-    losses = {250: 5.5, 500: 5.0, 750: 5.3, 1000: 5.2}
-    lines = [line for at in losses for line in (trained(at, 5.0), evaluated(at, losses[at]))]
+    losses = {250: 5.5, 500: 3.0, 750: 5.3, 1000: 5.2}
+    lines = [line for at in losses for line in (trained(at, losses[at]), evaluated(at, losses[at]))]
     run = write_run(tmp_path, lines, phases=phases)
     assert judge_run(run)[0] == "Learns"
     assert "Best held-out loss so far: 5.200 at step 1,000." in page_of(tmp_path).text
     assert judge_run(write_run(tmp_path / "alike", lines))[0] == "Gets worse"
+    lines[-1]["eval/mlm_loss"] = 5.4
+    assert judge_run(write_run(tmp_path / "worse", lines, phases=phases))[0] == "Overfits"
+
+
+def test_the_figures_are_those_of_one_evaluation(tmp_path: Path) -> None:
+    lines = [trained(10, 5.0), evaluated(10, 5.0, **{"eval/nsp_accuracy": 0.75})]
+    page = page_of(write_run(tmp_path, lines).run_dir)
+    assert "pairs right" in page.text and "75.0%" in page.text
+    lines += [trained(20, 4.0), evaluated(20, 4.0)]  # of single segments
+    assert "pairs right" not in page_of(write_run(tmp_path, lines).run_dir).text
 
 
 def test_the_best_loss_and_the_time_left_are_told(tmp_path: Path) -> None:
