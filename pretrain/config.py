@@ -133,7 +133,7 @@ class PhaseConfig:
     """Updates of the phase; below 1: its share of `train.max_steps`."""
     max_seq_length: int | None = number(None, "[8, 1e6]")
     """As in `data`, like the four below. Evaluations use the length of `data`, to stay comparable,
-    and in a phase of another length that one too."""
+    and in a phase of another length that one too. Single segments alone are judged by such."""
     masked_lm_prob: float | None = number(None, "(0, 1)")
     """Probability that a token is predicted."""
     max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
@@ -215,7 +215,7 @@ class TrainConfig:
     eval_every: int = number(1000, "[1, 1e9]")
     """Updates between evaluations on the held-out split; the last step always evaluates."""
     eval_examples: int = number(4000, "[1, 1e9]")
-    """Largest number of held-out pairs to evaluate, always the same pairs with the same masks."""
+    """Largest number of held-out sequences to evaluate, always the same with the same masks."""
     save_every: int = number(1000, "[1, 1e9]")
     """Updates between checkpoints; the last step always saves."""
     keep_checkpoints: int = number(2, "[1, 1e6]")

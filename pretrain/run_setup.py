@@ -269,7 +269,8 @@ def build_held_out(
                 accelerator,
             )
         except UserError as error:
-            accelerator.print(red(f"warning: no evaluation at length {length}: {error}"))
+            by = " by single segments" * single
+            accelerator.print(red(f"warning: no evaluation at length {length}{by}: {error}"))
     return found
 
 
