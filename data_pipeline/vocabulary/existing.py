@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, processors
 from data_pipeline.common.errors import UserError, is_fault
 from data_pipeline.common.reading import COUNT, read_json, read_utf8
 from data_pipeline.config import VocabConfig, check
-from data_pipeline.sampling.token_store import Vocabulary, list_pieces
+from data_pipeline.sampling.token_store import SPECIAL_TOKENS, Vocabulary, list_pieces
 from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     build_normalizer,
@@ -23,6 +23,14 @@ from data_pipeline.vocabulary.training import (
 ADVICE = "correct the path, or put a sound copy there"
 FLAG = (bool, None)
 SETTINGS = {"do_lower_case?": FLAG, "strip_accents?": FLAG, "tokenize_chinese_chars?": FLAG}
+SETTINGS["word_tokenizer_type?"] = (str, None)
+NORMALIZER = {
+    "type": str,
+    "lowercase?": FLAG,
+    "strip_accents?": FLAG,
+    "handle_chinese_chars?": FLAG,
+}
+NORMALIZER["clean_text?"] = FLAG
 TOKENIZER = {
     "model": {
         "type?": str,
@@ -30,10 +38,7 @@ TOKENIZER = {
         "continuing_subword_prefix?": (str, None),
         "max_input_chars_per_word?": COUNT,
     },
-    "normalizer?": (
-        {"type": str, "lowercase?": FLAG, "strip_accents?": FLAG, "handle_chinese_chars?": FLAG},
-        None,
-    ),
+    "normalizer?": (NORMALIZER, None),
     "pre_tokenizer?": ({"type": str}, None),
     "added_tokens?": [{"content": str, "id": COUNT, "special?": bool}],
 }
@@ -113,7 +118,18 @@ def read_existing(vocab: VocabConfig) -> list[str]:
         f"vocab.size is {vocab.size}, and {path} has {len(pieces)} pieces; set vocab.size=null to "
         f"take them all{more}",
     )
+    splitter = settings.get("word_tokenizer_type")
+    check(
+        tokenizer or not splitter,
+        f"{path} splits words by {splitter}, in code of transformers (BertJapaneseTokenizer), not "
+        "by rules in a file; give a model whose rules are in a tokenizer.json",
+    )
     if is_berts(tokenizer):
+        check(
+            {*SPECIAL_TOKENS} <= {*pieces},
+            f"{path} has special tokens of other names than BERT's, as tokenizers of other kinds "
+            "have; put its tokenizer.json beside it",
+        )
         check_flags(tokenizer.get("normalizer") or {}, settings, vocab, path)
     else:
         check_whole(tokenizer, pieces, vocab, path)
@@ -154,20 +170,21 @@ def read_lines(path: Path) -> list[str]:
 
 def is_berts(tokenizer: dict) -> bool:
     """Tell whether a `tokenizer.json` is BERT's: its normaliser, pre-tokeniser and WordPiece, and
-    nothing beside the pieces; {} is none, and counts as BERT's."""
+    no tokens that divide text but the special ones; {} is none, and counts as BERT's."""
     if not tokenizer:
         return True
-    model = tokenizer["model"]
+    model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
     found = (
         model.get("type", "WordPiece"),
-        (tokenizer.get("normalizer") or {}).get("type"),
+        normalizer.get("type"),
+        normalizer.get("clean_text") is not False,
         (tokenizer.get("pre_tokenizer") or {}).get("type"),
         model.get("continuing_subword_prefix", "##"),
         model.get("max_input_chars_per_word", MAX_WORD_CHARACTERS),
     )
-    berts = ("WordPiece", "BertNormalizer", "BertPreTokenizer", "##", MAX_WORD_CHARACTERS)
+    berts = ("WordPiece", "BertNormalizer", True, "BertPreTokenizer", "##", MAX_WORD_CHARACTERS)
     added = {token["content"] for token in tokenizer.get("added_tokens", [])}
-    return found == berts and added <= model["vocab"].keys()
+    return found == berts and added <= {*SPECIAL_TOKENS} <= model["vocab"].keys()
 
 
 def pieces_of(tokenizer: dict, path: Path) -> list[str]:
@@ -230,9 +247,16 @@ def write_whole(folder: Path, tokenizer: Tokenizer) -> None:
         )
     normalizer = tokenizer.normalizer
     lowercase = normalizer is not None and normalizer.normalize_str("A").strip() == "a"
+    settings = {"do_lower_case": lowercase}
+    if vocabulary.begin is not None:  # RoBERTa, ALBERT and others call them so too
+        settings |= {"bos_token": pieces[cls], "eos_token": pieces[sep]}
+    five = {vocabulary[name] for name in SPECIAL_TOKENS}
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    more = [token.content for i, token in added if token.special and i not in five]
+    if more:
+        settings["additional_special_tokens"] = more
     # any other class of transformers may build its own rules for text, and not read this file
-    hf_class, flags = "PreTrainedTokenizerFast", {"do_lower_case": lowercase}
-    write_vocabulary(folder, tokenizer, pieces, hf_class, flags)
+    write_vocabulary(folder, tokenizer, pieces, "PreTrainedTokenizerFast", settings)
 
 
 def check_flags(normalizer: dict, settings: dict, vocab: VocabConfig, path: Path) -> None:

@@ -224,11 +224,11 @@ def write_tokenizer(folder: Path, pieces: list[str], vocab: VocabConfig) -> None
 
 
 def write_vocabulary(
-    folder: Path, tokenizer: Tokenizer, pieces: list[str], hf_class: str, flags: dict[str, bool]
+    folder: Path, tokenizer: Tokenizer, pieces: list[str], hf_class: str, rules: dict
 ) -> None:
     """Write `vocab.txt`, `tokenizer.json` and `tokenizer_config.json`.
 
-    hf_class: transformers' class of the tokenizer. flags: what it does with text.
+    hf_class: transformers' class of the tokenizer. rules: further settings of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -238,7 +238,7 @@ def write_vocabulary(
     }
     settings = {
         "tokenizer_class": hf_class,
-        **flags,
+        **rules,
         "model_max_length": 512,
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         **names,

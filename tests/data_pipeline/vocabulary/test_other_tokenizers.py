@@ -26,7 +26,12 @@ from data_pipeline.sampling.token_store import (
     list_pieces,
     read_vocabulary,
 )
-from data_pipeline.vocabulary.existing import load_tokenizer, read_existing
+from data_pipeline.vocabulary.existing import (
+    load_tokenizer,
+    load_whole,
+    read_existing,
+    write_whole,
+)
 from data_pipeline.vocabulary.words import (
     END,
     IdWords,
@@ -252,6 +257,7 @@ def test_transformers_reads_the_same_ids_from_the_files_written(data: Path, fold
     vocabulary = read_vocabulary(data / "vocab")
     assert peer.mask_token_id == vocabulary["[MASK]"]
     assert peer.pad_token_id == vocabulary["[PAD]"]
+    assert (peer.bos_token, peer.eos_token) == (peer.cls_token, peer.sep_token)
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = vocabulary["[CLS]"], vocabulary["[SEP]"]
     for text in ("The first line, naïve!", "中文 ABC", "Don't e-mail: a@b.c 😀", ""):
@@ -277,6 +283,29 @@ def test_text_of_any_kind_goes_through_as_the_tokenizer_sees_it(data: Path):
         assert len(sizes) == len(sentences) and sizes.sum() == len(numbers)
 
     goes_through()
+
+
+@pytest.mark.parametrize("change", ["added token", "clean_text"])
+def test_a_bert_with_rules_of_its_own_is_taken_whole(prepared: Path, tmp_path: Path, change: str):
+    """A special token that is a piece divides text before all other rules."""
+    from transformers import AutoTokenizer
+
+    rules = json.loads((prepared / "data/vocab/tokenizer.json").read_text(encoding="utf-8"))
+    piece = next(piece for piece, i in rules["model"]["vocab"].items() if i == 600)
+    if change == "clean_text":
+        rules["normalizer"]["clean_text"] = False
+    else:
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        rules["added_tokens"].append({"id": 600, "content": piece, "special": True} | flags)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules), encoding="utf-8")
+    write_whole(tmp_path / "out", load_whole(VocabConfig(path=str(tmp_path))))
+    source, kept = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in (f"a{piece}b", "the\u200bvalue"):
+        assert kept(text)["input_ids"] == source.encode(text).ids
+    berts = load_tokenizer(prepared / "data/vocab")
+    text = "the\u200bvalue" if change == "clean_text" else f"a{piece}b"
+    assert source.encode(text).ids != berts.encode(text).ids
+    assert (piece in kept.all_special_tokens) == (change == "added token")
 
 
 def test_padding_and_truncation_of_a_file_are_not_taken(folder: Path, tmp_path: Path):

@@ -229,6 +229,12 @@ def change_text(old: str, new: str):
     return change
 
 
+def japanese(folder: Path) -> None:
+    """As the models of cl-tohoku are: `vocab.txt`, and code that splits words."""
+    (folder / "tokenizer.json").unlink()
+    change_json("tokenizer_config.json", "word_tokenizer_type", to="mecab")(folder)
+
+
 ADDED = [{"id": len(OLD), "content": "covid"}]
 
 
@@ -246,6 +252,8 @@ ADDED = [{"id": len(OLD), "content": "covid"}]
         (change_json("tokenizer.json", "added_tokens", to=ADDED), {}, "1 added tokens outside"),
         (change_json("tokenizer_config.json", "do_lower_case", to=False), {}, "lowercase false"),
         (change_text("[CLS]\n", ""), {}, r"lacks \[CLS\]; a BERT"),
+        (change_text("[CLS]\n", "<s>\n"), {}, "put its tokenizer.json beside it"),
+        (japanese, {}, "splits words by mecab, in code of transformers"),
         (change_text("the\n", "\n"), {}, r"line \d+ is empty"),
         (change_text("the\n", "a\n"), {}, r"'a' on line 105 and on line \d+"),
         (lambda f: (f / "vocab.txt").write_text("[PAD]\n"), {}, "hold other pieces"),
