@@ -270,7 +270,8 @@ def export_checkpoint(
         # the pair heads are at their random start
         config = replace(config, data=replace(config.data, objective="none"))
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
-    pieces = len(read_vocabulary(vocab_dir))
+    vocabulary = read_vocabulary(vocab_dir)
+    pieces, mask = len(vocabulary), vocabulary.pieces[vocabulary["[MASK]"]]
     check_size(checkpoint, config, pieces)
     model = model_of(config.model, pieces, config.data.objective)
     load_model(checkpoint, model)
@@ -287,7 +288,9 @@ def export_checkpoint(
     origin["step"] = state["step"]
     for name, part in model.parts().items():
         parameters = sum(p.numel() for p in part.parameters())
-        card = model_card(config, state, parameters, lowercase, positions or trained, manifest)
+        card = model_card(
+            config, state, parameters, lowercase, positions or trained, manifest, mask
+        )
         if name == GENERATOR:
             card = generator_card(config, parameters)
         export(part, vocab_dir, out_dir / name, card, origin, config.export.dropout, **options)

@@ -17,7 +17,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import COUNT, read_json, read_utf8
 from data_pipeline.config import check
-from data_pipeline.sampling.token_store import list_pieces
+from data_pipeline.sampling.token_store import OTHER_NAMES, Vocabulary, list_pieces
 from pretrain.config import ModelConfig
 from pretrain.families import read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
@@ -46,7 +46,9 @@ def start_from(folder: Path, model: PretrainingModel, pieces: list[str]) -> list
         if name and not (folder / name).is_dir():
             lines.append(f"no {folder / name}, so the {name} starts anew")
         else:
-            check_same(folder / name, part.config, OF_GENERATOR if name else ())
+            # RoBERTa counts positions from the id of padding
+            others = ("pad_token_id",) if part.config.family.counts_from_pad else ()
+            check_same(folder / name, part.config, OF_GENERATOR if name else others)
             lines.append(copy_weights(folder / name, part, pieces))
     return lines[::-1]
 
@@ -67,7 +69,10 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> st
     missing = [names[name] for name in state if names[name] not in weights and name not in fresh]
     check(not missing, f"init_from {folder} lacks {' and '.join(missing[:2])}; give another folder")
     words = weights[names["embeddings.word.weight"]]
-    sources = find_sources(read_pieces(folder), pieces, folder, len(words))
+    own = read_pieces(folder)
+    if own is None and folder.name == GENERATOR:  # it has the vocabulary of the model around it
+        own = read_pieces(folder.parent)
+    sources = find_sources(own, pieces, folder, len(words))
     for name, ours in state.items():
         if name in fresh:
             continue
@@ -104,6 +109,8 @@ def describe(
     if sources is not None:
         kept, new = sum(len(s) == 1 for s in sources), sum(len(s) > 1 for s in sources)
         line += f"; of its vocabulary {kept:,} pieces, and {new:,} new ones as means of theirs"
+        if unknown := len(sources) - kept - new:
+            line += f"; {unknown:,} start at random"
     return line
 
 
@@ -232,37 +239,48 @@ def read_pieces(folder: Path) -> list[str] | None:
 def find_sources(
     old: list[str] | None, new: list[str], folder: Path, rows: int
 ) -> list[list[int]] | None:
-    """Find for each new piece the old ids whose mean is its row, none for a special piece.
+    """Find for each new piece the old ids whose mean is its row, none for a special piece that has
+    no twin there.
 
-    rows: of the folder's word embeddings. Returns None if the vocabularies are equal.
+    rows: of the folder's word embeddings, which may be padded to a multiple of 8 at the end.
+    Returns None if the vocabularies are equal, and no row is padding.
     Raises `UserError` if the folder's vocabulary does not fit its embeddings.
     """
+    padding = rows - len(old or new)
+    is_padded = 0 < padding < 128 and rows % 8 == 0
     check(
-        len(old or new) == rows,
+        padding == 0 or is_padded and not (folder / "added_tokens.json").exists(),
         f"init_from {folder} has {rows:,} word embeddings, and "
         f"{'its' if old else 'it has no vocabulary, and the'} vocabulary "
         f"{'has' if old else 'of the run'} {len(old or new):,} pieces; give a folder whose files "
         "belong together",
     )
     if old in (None, new):
-        return None
+        return [[i] for i in range(len(new))] if padding else None
     ids = {piece: i for i, piece in enumerate(old)}
-    return [[ids[piece]] if piece in ids else split_piece(piece, ids) for piece in new]
+    twins = OTHER_NAMES | {theirs: ours for ours, theirs in OTHER_NAMES.items()}
+    names = [piece if piece in ids else twins.get(piece, piece) for piece in new]
+    inner = "##" if Vocabulary.of(old).begin is None else ""
+    return [[ids[name]] if name in ids else split_piece(name, ids, inner) for name in names]
 
 
-def split_piece(piece: str, ids: dict[str, int]) -> list[int]:
+def split_piece(piece: str, ids: dict[str, int], inner: str = "##") -> list[int]:
     """Split a piece into the longest pieces of another vocabulary, from its start, as WordPiece
-    splits a word: their ids; none for a special piece, and where a character is unknown."""
+    splits a word: their ids; none for a special piece, and where a character is unknown.
+
+    inner: mark of pieces inside a word; of byte-level BPE and SentencePiece "", as they mark the
+    first one, whose mark counts as a character here.
+    """
     found: list[int] = []
-    if re.fullmatch(r"\[.+\]", piece):
+    if re.fullmatch(r"\[.+\]|<.+>", piece):
         return found
-    mark, left = ("##", piece[2:]) if piece.startswith("##") else ("", piece)
+    mark, left = (inner, piece[2:]) if inner and piece.startswith(inner) else ("", piece)
     while left:
         end = next((n for n in range(len(left), 0, -1) if mark + left[:n] in ids), 0)
         if not end:
             return []
         found.append(ids[mark + left[:end]])
-        mark, left = "##", left[end:]
+        mark, left = inner, left[end:]
     return found
 
 

@@ -59,18 +59,20 @@ def model_card(
     lowercase: bool,
     positions: int,
     manifest: dict | None = None,
+    mask: str = "[MASK]",
 ) -> str:
     """Write the card of a model: what it is, how to load it, its data, training and evaluation.
 
     state: of the checkpoint: `step`, `evaluation` and the `fingerprint` of the run.
     positions: of the exported model.
     manifest: of the token store; None leaves the table of sources out.
+    mask: what the vocabulary calls [MASK].
     """
     phases = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
     sections = [
-        front_matter(config),
+        front_matter(config, mask),
         introduction(config, parameters),
-        usage(config),
+        usage(config, mask),
         "## Training data\n\n" + training_data(config, manifest),
         "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
         "## Evaluation\n\n" + evaluation(state["evaluation"], config.data.objective),
@@ -90,7 +92,7 @@ its embeddings ({parameters:,} parameters). The card there says what both learne
 """
 
 
-def front_matter(config: Config) -> str:
+def front_matter(config: Config, mask: str) -> str:
     """Write the metadata of a card, with keys that the hub knows."""
     languages = dict.fromkeys(source.language for source in config.corpus.each_source())
     metadata = {"language": list(languages)}
@@ -100,7 +102,7 @@ def front_matter(config: Config) -> str:
     metadata["library_name"] = "transformers"
     if not config.model.family.discriminator:
         metadata["pipeline_tag"] = "fill-mask"
-    metadata["mask_token"] = "[MASK]"
+    metadata["mask_token"] = mask
     metadata["tags"] = [config.model.architecture, "masked-lm", *pair_tags]
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---"
 
@@ -128,7 +130,7 @@ other tasks.
 """
 
 
-def usage(config: Config) -> str:
+def usage(config: Config, mask: str) -> str:
     """Show how to load the model, with its pair head if that was trained."""
     names, pairs, labels = ["AutoModel", "AutoTokenizer"], "", ""
     if config.data.objective in PAIRS:
@@ -140,7 +142,7 @@ pair = tokenizer("A first sentence.", "A second sentence.", return_tensors="pt")
 {hf_class}.from_pretrained(name)(**pair).{scores}  # of labels 0 and 1
 """
         labels = f"\nOf a sentence pair A, B, label 0 means that {first}, label 1 that {second}.\n"
-    example = 'pipeline("fill-mask", model=name)("A sentence with a [MASK].")\n'
+    example = f'pipeline("fill-mask", model=name)("A sentence with a {mask}.")\n'
     names.append("pipeline")
     if config.model.family.discriminator:
         names[2:] = ["ElectraForMaskedLM", "ElectraForPreTraining"]

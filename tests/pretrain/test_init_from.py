@@ -26,7 +26,7 @@ from data_pipeline.sampling.batch_source import BatchSource  # noqa: E402
 from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary  # noqa: E402
 from pretrain.config import Config  # noqa: E402
 from pretrain.export import export, export_checkpoint  # noqa: E402
-from pretrain.init_from import hash_weights, split_piece, start_from  # noqa: E402
+from pretrain.init_from import find_sources, hash_weights, split_piece, start_from  # noqa: E402
 from pretrain.models.bert import PretrainingModel, continue_positions  # noqa: E402
 from pretrain.models.build import model_of  # noqa: E402
 from pretrain.read_export import load_export  # noqa: E402
@@ -146,6 +146,10 @@ def test_the_generator_of_an_electra_is_in_a_folder_of_its_own(
     wanted |= {n: t for n, t in weights_of(tmp_path / "in").items() if ".embeddings." in n}
     for name, tensor in config.model.family.to_hf(found.state_dict()).items():
         assert torch.equal(tensor, wanted[name]), name  # shared embeddings are the discriminator's
+    for name in TOKENIZER_FILES:  # save_pretrained of the model alone writes none
+        (generator / name).unlink()
+    model, said = start(config, [*read_vocabulary(vocab_dir).pieces, "newpiece"])
+    assert said.count("1,024 pieces, and 1 new ones as means") == 2
     train_here(prepared, tmp_path / "run", f"init_from={tmp_path / 'in'}", "data.objective=none")
     assert load_export(tmp_path / "run/export").config.generator_size == 0.5
 
@@ -311,6 +315,11 @@ def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
 def test_settings_that_no_shape_tells_are_refused(folder, prepared, vocab_dir, tmp_path) -> None:
     with pytest.raises(UserError, match="num_attention_heads is 2, and here it is 4; leave out"):
         start(read_config(prepared, folder, "model.num_attention_heads=4"))
+    sizes = {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 66}
+    save_peer(tmp_path / "ro", "RobertaForMaskedLM", vocab_dir, **sizes)
+    other = ("data.objective=none", "model.pad_token_id=0", "model.max_position_embeddings=65")
+    with pytest.raises(UserError, match="pad_token_id is 1, and here it is 0; leave out"):
+        start(read_config(prepared, tmp_path / "ro", *other))  # positions count from it
     save_peer(tmp_path / "in", "ElectraForPreTraining", vocab_dir, embedding_size=8)
     sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 64}
     for settings in (
@@ -397,6 +406,30 @@ def test_pieces_are_split_as_wordpiece_splits_words() -> None:
     assert split_piece("##ab", ids) == [2, 3]
     assert split_piece("ableb", ids) == [5, 3]
     assert split_piece("unclear", ids) == split_piece("[PAD]", ids) == split_piece("##", ids) == []
+    assert split_piece("unaa", {"Ġun": 0, "un": 1, "a": 2}, "") == [1, 2, 2]
+
+
+def test_special_tokens_take_the_rows_of_their_twins_and_other_kinds_of_pieces_means() -> None:
+    old = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "Ġthe", "Ġun", "able", "a"]
+    new = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Ġunable", "Ġthe", "<new>"]
+    assert find_sources(old, new, Path(), 9) == [[1], [3], [0], [2], [4], [6, 7], [5], []]
+
+
+def test_padded_rows_at_the_end_of_the_embeddings_are_left_out(folder, prepared, tmp_path) -> None:
+    from transformers import BertForPreTraining
+
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    peer = BertForPreTraining.from_pretrained(tmp_path)
+    peer.resize_token_embeddings(1088)  # a multiple of 64
+    peer.save_pretrained(tmp_path)
+    config = read_config(prepared, tmp_path)
+    model, line = start(config)
+    wanted = weights_of(folder)
+    for name, tensor in config.model.family.to_hf(model.state_dict()).items():
+        assert torch.equal(tensor, wanted[name]), name
+    (tmp_path / "added_tokens.json").write_text("{}")  # whose rows these might be
+    with pytest.raises(UserError, match="1,088 word embeddings, and its vocabulary has 1,024"):
+        start(config)
 
 
 def test_another_order_of_pieces_takes_each_row_along(folder, prepared) -> None:
@@ -483,6 +516,9 @@ def test_a_model_brings_its_tokenizer_of_another_kind(
     kept = transformers.AutoTokenizer.from_pretrained(out)
     assert len(kept) == tokenizer.get_vocab_size()
     sentence = f"The value of the {kept.mask_token} is a string."
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert f"A sentence with a {kept.mask_token}." in card
+    assert f"mask_token: '{kept.mask_token}'" in card or f"mask_token: {kept.mask_token}" in card
     inner = kept(sentence, add_special_tokens=False)["input_ids"]
     assert inner == tokenizer.encode(sentence, add_special_tokens=False).ids
     masked_lm = getattr(transformers, hf_class.replace("PreTraining", "MaskedLM"))
