@@ -207,7 +207,9 @@ def measure_activations(
         points.append((filled, sum(size for _, size in kept.values())))
         del rows
     (x, low), (y, high) = points
-    kept_bytes = low + (high - low) / (y - x) * (tokens - x)
+    # of short documents four sequences may fill no more rows than one
+    slope = (high - low) / (y - x) if y > x else high / y
+    kept_bytes = low + slope * (tokens - x)
     layers = model.config.num_hidden_layers
     if recomputed:
         kept_bytes = kept_bytes / layers + 4 * model.config.hidden_size * tokens * layers

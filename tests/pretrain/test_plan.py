@@ -10,8 +10,9 @@ import torch
 from accelerate import Accelerator
 from helpers import ROOT, train_here
 
+from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.config import DataConfig, PairsConfig, load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import plan
@@ -175,6 +176,20 @@ def test_a_recipe_whose_first_phase_has_single_segments_is_checked_by_pairs(
     phases = f"train.phases=[{{steps: 0.75, single_segment_prob: {share}}}, {{steps: 0.25}}]"
     plan.check(config_of(prepared, *LARGER, phases))
     assert "by heart: MLM loss 0." in capsys.readouterr().out
+
+
+def test_documents_as_short_as_queries_are_planned_for(tmp_path, capsys) -> None:
+    text = "\n\n".join(f"the value of {i % 9}" for i in range(4000))
+    (tmp_path / "a.txt").write_text(text)
+    given = {"max_seq_length": 128, "objective": "none"}
+    options = [f"corpus.files={tmp_path / 'a.txt'}", f"data_dir={tmp_path / 'data'}"]
+    options += [f"run_dir={tmp_path / 'run'}", "vocab.size=29", "train.precision=fp32"]
+    options += ["corpus.deduplicate=false"]
+    options += [f"data.{name}={value}" for name, value in given.items()]
+    path = str(ROOT / "configs/tiny.yaml")
+    prepare(load_config(DataConfig, path, options), workers=1)
+    plan.plan(load_config(Config, path, options), None, plan.CARDS)
+    assert "memory" in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_learn_is_refused_in_one_line(prepared, monkeypatch) -> None:
