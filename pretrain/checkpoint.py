@@ -29,7 +29,7 @@ from pretrain.sharding import shard_like, unshard
 from pretrain.tracking import to_json
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-NAME = re.compile(r"step-(\d{8,})")  # nine digits from step 100,000,000 on
+NAME = re.compile(r"step-(\d{8,})(?:\.old)?")  # nine digits from step 100,000,000 on
 PHASE = {"start": COUNT, "end": COUNT, "schedule_start": COUNT, "max_steps?": COUNT}
 PHASE |= {"warmup_steps?": COUNT, "decay_steps?": (COUNT, None), "learning_rate?": float}
 MONITOR = {  # of `Monitor.state`
@@ -123,12 +123,16 @@ def write_checkpoint(
             f"no checkpoint at {final}: {error} ({wanted >> 20:,} MB wanted, {free >> 20:,} MB "
             "free); free space and run the same command again, the checkpoints before it are kept"
         ) from None
-    shutil.rmtree(final, ignore_errors=True)
+    before = final.with_name(final.name + ".old")  # of the same step, if its evaluation was due
+    if final.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        final.rename(before)
     temporary.rename(final)
     sync(folder)
+    shutil.rmtree(before, ignore_errors=True)
     for old in list_checkpoints(folder)[:-keep]:
         if not keep_every or step_of(old) % keep_every:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # again after the next, if it is in use
     return final
 
 
@@ -183,7 +187,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
         )
     paths = folder.iterdir() if folder.exists() else ()
     found = [p for p in paths if NAME.fullmatch(p.name) and not p.is_symlink()]
-    return sorted(found, key=step_of)
+    return sorted(found, key=lambda path: (step_of(path), path.suffix == ""))
 
 
 def list_others(folder: Path) -> list[Path]:
@@ -262,6 +266,8 @@ def resume_checkpoint(folder: Path) -> Path | None:
             f"no checkpoint in {folder} is sound: {', '.join(listed)}; put a sound copy of one "
             "back, or set train.restart=true to start at step 0, which moves them to another folder"
         )
+    for path in folder.glob("step-*.tmp"):  # of a start that was killed while it wrote
+        shutil.rmtree(path, ignore_errors=True)
     for checkpoint, fault in faults.items():
         aside = checkpoint.with_name(checkpoint.name + ".corrupt")
         shutil.rmtree(aside, ignore_errors=True)
@@ -332,7 +338,8 @@ def load_optimizers(
                 f"{tuple(parameter.shape)}; put a sound copy of the checkpoint back"
             )
         for key, value in state.items():
-            optimizer.state[parameter][key] = shard_like(value, parameter)
+            # a copy, since a tensor of `load_file` keeps the file mapped
+            optimizer.state[parameter][key] = shard_like(value.clone(), parameter)
 
 
 def state_shapes(

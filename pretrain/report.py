@@ -18,7 +18,7 @@ from data_pipeline.common.errors import run_command
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, format_short, render_template
 from data_pipeline.sampling.token_store import read_vocabulary
-from pretrain.checkpoint import list_checkpoints
+from pretrain.checkpoint import list_checkpoints, step_of
 from pretrain.config import Config
 from pretrain.describe import say_duration
 from pretrain.monitor import PLATEAU
@@ -349,7 +349,7 @@ def find_neighbours(run: RunRecord) -> dict | None:
         likeness[k] = -np.inf
         best = np.argsort(-likeness)[:NEIGHBOURS]
         found.append((pieces[words[k]], [pieces[words[i]] for i in best]))
-    return {"step": int(checkpoints[-1].name.removeprefix("step-")), "words": found}
+    return {"step": step_of(checkpoints[-1]), "words": found}
 
 
 def is_long(word: str) -> bool:

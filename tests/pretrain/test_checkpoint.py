@@ -12,10 +12,15 @@ from helpers import assert_same_run, contents, fork, metrics, newest, run, train
 from safetensors.torch import load_file, save_file
 
 import pretrain.checkpoint
+import pretrain.train
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
-from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
+from data_pipeline.config import load_config
+from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state, save_checkpoint
+from pretrain.config import Config
+from pretrain.fingerprint import build_fingerprint
 from pretrain.optim import learning_rate
+from pretrain.run_folder import find_start
 
 
 @pytest.fixture
@@ -259,6 +264,36 @@ def test_a_sound_run_can_be_restarted_with_other_settings_too(
     assert newest(run_dir / "before-1")
     train_here(prepared, run_dir, "train.restart=true", "train.max_steps=4")
     assert newest(run_dir / "before-2")
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"train.sampled_softmax": None}, {"train.precision": "bf16"}]
+)
+def test_a_restart_that_began_the_run_goes_on_by_another_version_and_machine(
+    prepared: Path, tmp_path: Path, change: dict
+) -> None:
+    """None: a setting that an earlier version did not know."""
+    config = load_config(Config, str(prepared / "config.yaml"))
+    fingerprint = build_fingerprint(config, "v", "d", "fp32")
+    saved = {n: v for n, v in (fingerprint | change).items() if v is not None}
+    state = {"step": 900, "running_sums": [], "evaluation": {}, "part_sizes": []}
+    state |= {"fingerprint": saved, "restarted": True}
+    save_checkpoint(tmp_path / "checkpoints", torch.nn.Linear(2, 2), [], state, 2).result()
+    assert find_start(tmp_path, fingerprint, True).name == "step-00000900"
+
+
+def test_no_file_of_a_checkpoint_stays_mapped(prepared: Path, run_dir: Path, monkeypatch) -> None:
+    """Its space would stay taken when it is removed, and NFS would not let it go."""
+    seen, export = [], pretrain.train.export_checkpoint
+
+    def look(*arguments, **options) -> None:
+        seen.append(Path("/proc/self/maps").read_text())
+        export(*arguments, **options)
+
+    monkeypatch.setattr(pretrain.train, "export_checkpoint", look)
+    shutil.rmtree(run_dir / "checkpoints/step-00000012")
+    train_here(prepared, run_dir)
+    assert seen and "optimizer.safetensors" not in seen[0]
 
 
 def test_a_restart_of_nothing_is_a_start(prepared: Path, straight: Path, tmp_path: Path) -> None:
