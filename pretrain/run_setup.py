@@ -3,6 +3,7 @@ resume from."""
 
 import os
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
@@ -14,7 +15,7 @@ from accelerate.utils import broadcast
 from omegaconf import OmegaConf
 
 from data_pipeline.common.errors import UserError, red
-from data_pipeline.common.folders import check_space
+from data_pipeline.common.folders import check_space, write_file
 from data_pipeline.common.reading import read_json
 from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
@@ -91,7 +92,8 @@ class Run:
     def announce_stop(self) -> None:
         """Write beside the lock that a signal is stopping the run, so that the next start waits."""
         if not self.lock.closed:
-            print("stopping", file=self.lock, flush=True)
+            with suppress(OSError):  # such as a full disk
+                print("stopping", file=self.lock, flush=True)
 
 
 def set_up(config: Config) -> Run:
@@ -114,7 +116,8 @@ def set_up(config: Config) -> Run:
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = load_resume_state(run_dir, fingerprint, settings, accelerator)
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # empty in a new run
-        source.recall_sizes(sizes)
+        if sizes[:1] == source.part_sizes[:1]:  # else the phase had other settings, and lies ahead
+            source.recall_sizes(sizes)
 
     # model and optimizers
     counts = torch.from_numpy(sample_counts(store))
@@ -136,7 +139,8 @@ def set_up(config: Config) -> Run:
     if checkpoint:
         load_optimizers(checkpoint, bare, optimizers)
     if accelerator.is_main_process:
-        OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
+        settings_file = OmegaConf.to_yaml(OmegaConf.structured(config)).encode()
+        write_file(run_dir / "config.yaml", settings_file)
         keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
         describe_start(config, bare, phases, sources, state["step"], accelerator)
     start_watch(run_dir, accelerator, settings.timeout_s)

@@ -210,6 +210,20 @@ def test_a_run_that_was_stopped_in_a_phase_or_between_two_goes_on_to_the_same_en
     assert_same_run(tmp_path, straight)
 
 
+def test_a_phase_that_is_changed_before_it_begins_has_the_data_of_its_new_settings(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """More sequences than one epoch of the long ones has, and less than one of the short ones."""
+    phases = "train.phases=[{{steps: 8}}, {{steps: 4, max_seq_length: {}, global_batch_size: 400}}]"
+    options = ("train.micro_batch_size=16", "train.keep_checkpoints=3")
+    train_here(prepared, tmp_path / "run", phases.format(16), *options)
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / f"run/checkpoints/step-{step:08d}")
+    for name in ("run", "straight"):
+        train_here(prepared, tmp_path / name, phases.format(128), *options)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
 def positions(run_dir: Path) -> torch.Tensor:
     return newest(run_dir)["embeddings.position.weight"]
 
