@@ -8,7 +8,7 @@ import argparse
 import sys
 
 from data_pipeline.common.errors import run_command
-from data_pipeline.common.signals import catch_signals, die_with_launcher
+from data_pipeline.common.signals import catch_signals, die_with_launcher, outlive_readers
 from data_pipeline.config import load_config
 from pretrain import recipes
 from pretrain.config import Config
@@ -18,6 +18,7 @@ def main() -> None:
     if sys.argv[1:2] == ["configs"]:
         return recipes.main(sys.argv[2:])
     catch_signals("no step of this start is done; start the same command again")
+    outlive_readers()
     die_with_launcher()  # before the slow imports, during which a launcher may end
     parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")

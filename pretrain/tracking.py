@@ -33,20 +33,25 @@ METRICS = {str: (None, float)}  # shape of those of its values whose name has a 
 class Tracker:
     """Append metrics to `run_dir/metrics.jsonl`, and start their report to wandb, if asked for.
 
-    Removes lines after `step`, which a resumed run writes again, and moves damaged ones to
-    `metrics.jsonl.damaged`, with a warning.
+    Removes lines after `step`, which a resumed run writes again, and the evaluation of `step` if it
+    `is_due`; moves damaged ones to `metrics.jsonl.damaged`, with a warning.
     """
 
-    def __init__(self, run_dir: Path, step: int, reports: bool):
+    def __init__(self, run_dir: Path, step: int, reports: bool, is_due: bool = False):
         self.path = run_dir / "metrics.jsonl"
         lines, damaged = sort_lines(self.path)
-        kept = [line for line in lines if line["step"] <= step]
+        kept = [
+            line
+            for line in lines
+            if line["step"] < step + (not is_due or not any(n.startswith("eval/") for n in line))
+        ]
         if damaged:
             aside = self.path.with_name(self.path.name + ".damaged")
             with open(aside, "ab") as file:
                 file.writelines(line + b"\n" for line in damaged)
             print(f"warning: {len(damaged)} damaged lines of {self.path} are now in {aside}")
-        write_file(self.path, "".join(to_json(line) + "\n" for line in kept).encode())
+        text = "".join(to_json(line) + "\n" for line in kept)
+        write_file(self.path, text.encode(), lasting=True)
         self.file = open(self.path, "a")
         self.reporter = None
         if reports:

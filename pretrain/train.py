@@ -103,7 +103,7 @@ def train(config: Config) -> None:
         rate = learning_rate(step - phase.schedule_start, phase.train)
         found = agree_on_step(sums, norm, run.stop_signal(), accelerator)  # all decide alike
         update(run.optimizers, rate, found[0])
-        sums, grad_norm, stop = read_step(found)  # the host waits here, and nowhere else in a step
+        sums, grad_norm, stop = read_step(found)  # with AdamW the host waits nowhere else in a step
         if record.monitor.has_finite_gradient(step, grad_norm):
             record.sums += sums
         else:
@@ -143,7 +143,8 @@ class Record:
         self.monitor = Monitor(run.phases, counts, unknown, kept, self.log_line)
         if run.main:
             reports = run.config.tracking.wandb is not None
-            self.tracker = Tracker(run.run_dir, state["step"], reports)
+            is_due = state.get("evaluation_due", False)
+            self.tracker = Tracker(run.run_dir, state["step"], reports, is_due)
         self.trimmed = time.monotonic()
 
     def log(self, run: Run, done: int, others: dict[str, float]) -> None:
@@ -326,6 +327,7 @@ def finish_writing(run: Run) -> Path | None:
 
 def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
     """Write a checkpoint and end all ranks, after a signal."""
+    run.announce_stop()  # the signal may have come to another rank
     save_run(run, record, done)
     saved = finish_writing(run)
     record.bar.close()

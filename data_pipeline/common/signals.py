@@ -4,8 +4,10 @@ Handlers run in the main thread, between two instructions of Python. What they k
 the handlers of a process are.
 """
 
+import io
 import os
 import signal
+import sys
 from collections.abc import Callable
 from signal import Signals
 
@@ -68,3 +70,22 @@ def die_with_launcher() -> None:
     """
     if any(name in os.environ for name in LAUNCHED):
         die_with_parent(os.getppid(), Signals.SIGTERM)
+
+
+class Lasting(io.FileIO):
+    """An output that outlives its reader, such as a `tee` that ends by the same Ctrl-C."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Go on, in silence, where nobody reads stdout or stderr any more."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:  # else it is closed
+            output = io.BufferedWriter(Lasting(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(output, "utf-8", line_buffering=True))

@@ -1,6 +1,7 @@
 """A signal ends a run in time: all ranks at one step, with a checkpoint and exit code 75, and the
 same command goes on to the same end."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -91,6 +92,44 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
     assert cut.keys() == whole.keys() and cut["evaluation"] == whole["evaluation"]
 
 
+def test_a_kill_while_the_same_step_is_saved_again_loses_nothing(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    """It is saved before the evaluation that a signal cuts short, and after it."""
+    score = {"module": "pretrain.models.bert", "name": "PretrainingModel.score"}
+    plant = {"condition": "len(calls) == 1", "numbers": [int(signal.SIGTERM)]}
+    keep = "train.keep_checkpoints=1"
+    assert run_with(prepared, tmp_path, keep, **score, **plant).returncode == 75
+    rename = {"module": "pretrain.checkpoint", "name": "Path.rename"}
+    plant = {"condition": "arguments[0].suffix == '.tmp'", "numbers": [int(signal.SIGKILL)]}
+    assert run_with(prepared, tmp_path, keep, **rename, **plant).returncode == -signal.SIGKILL
+    assert "step-00000006" not in checkpoints(tmp_path)
+    train_here(prepared, tmp_path, keep)
+    assert_same_run(tmp_path, straight)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_run_whose_reader_ends_by_the_same_signal_saves_and_ends(
+    prepared: Path, straight: Path, tmp_path: Path, slow: bool
+) -> None:
+    """As in `2>&1 | tee log`; a slow run writes its bar at each step, and so between the two."""
+    pipe = "import os\nreader, writer = os.pipe()\n"
+    pipe += "os.dup2(writer, 1), os.dup2(writer, 2), os.close(writer)\n"
+    if slow:
+        pipe += "import tqdm\ntqdm.tqdm.monitor_interval = 0\nimport pretrain.train as loop\n"
+        pipe += "make = loop.progress_bar\ndef quick(*words, **options):\n    bar = make(*words, "
+        pipe += "**options)\n    bar.mininterval = bar.miniters = 0\n    return bar\n"
+        pipe += "loop.progress_bar = quick\n"
+    condition = "arguments[1] == 6 and not os.close(reader)"
+    code = pipe + SEND.format(**LOOP, condition=condition, rank=0, numbers=[int(signal.SIGINT)])
+    done = fork(["-c", code, *command(prepared, tmp_path)[2:]])
+    assert done.returncode == 75
+    assert checkpoints(tmp_path) == ["step-00000004", "step-00000007"]
+    train_here(prepared, tmp_path)
+    assert_same_run(tmp_path, straight)
+
+
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(prepared: Path, tmp_path: Path) -> None:
     plant = {"condition": "arguments[1] == 6", "rank": 1, "numbers": [int(signal.SIGUSR1)]}
     done = run_with(prepared, tmp_path / "a", processes=2, **LOOP, **plant)
@@ -98,6 +137,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(prepared: Path, tmp_pat
     assert done.stderr.count("stopped at step 7 on SIGUSR1") == 1
     assert "Traceback" not in done.stderr
     assert checkpoints(tmp_path / "a")[-1] == "step-00000007"
+    assert "stopping" in (tmp_path / "a/lock").read_text()  # for a start that comes meanwhile
     for name in ("a", "b"):
         assert run(prepared, tmp_path / name, processes=2).returncode == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
@@ -209,6 +249,15 @@ def test_no_trainer_outlives_a_launcher(
     said = end_launcher([*ACCELERATE, str(file)], number, prepared, tmp_path / "run")
     assert said.count("stopped at step") == 1
     assert len(checkpoints(tmp_path / "run")) == 1
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path: Path, monkeypatch, capsys) -> None:
+    def fail(*_) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    lock_run(tmp_path, SimpleNamespace(is_main_process=True)).close()
+    assert f"{tmp_path} cannot be locked (Function not" in capsys.readouterr().out
 
 
 def test_a_start_waits_for_a_run_that_a_signal_is_stopping(tmp_path: Path, capsys) -> None:
