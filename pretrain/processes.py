@@ -21,7 +21,7 @@ from accelerate.utils import (
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore, init_process_group
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, explain
 from data_pipeline.common.signals import die_with_launcher
 from data_pipeline.sampling.batch_source import count_passes
 from pretrain.config import Config, Phase, TrainConfig
@@ -115,8 +115,8 @@ def stop_all(message: str, accelerator: Accelerator | PartialState) -> NoReturn:
 
 
 def check_on_each_machine(function: Callable[[], object]) -> None:
-    """Call a function on one rank of each machine (a collective call); a `UserError` in any of them
-    stops all.
+    """Call a function on one rank of each machine (a collective call); an error of the user or the
+    operating system in any of them stops all.
 
     The others wait for it however long it takes, unlike in other collective calls.
     """
@@ -128,6 +128,8 @@ def check_on_each_machine(function: Callable[[], object]) -> None:
             function()
         except UserError as error:
             message = str(error)
+        except OSError as error:
+            message = explain(error)
     if patient:
         dist.all_gather_object(messages, message, patient)
         dist.destroy_process_group(patient)

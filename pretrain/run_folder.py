@@ -24,8 +24,9 @@ from pretrain.config import TrainConfig
 from pretrain.fingerprint import check_fingerprint, read_fingerprint
 from pretrain.processes import share_from_main
 
-RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "checkpoints")
-RUN_FILES += ("export", "vocab", "ranks")
+# the checkpoints last: a restart that is killed while it moves them aside begins again
+RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "export", "vocab")
+RUN_FILES += ("ranks", "checkpoints")
 
 
 def is_run(run_dir: Path) -> bool:
@@ -61,6 +62,8 @@ def take_lock(run_dir: Path) -> TextIO:
         check(stopping, f"{run_dir} is in use by {holder}; stop it or choose another run_dir")
         print(f"waiting for {holder}, which a signal is stopping", flush=True)
         fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:  # some network file systems have no locks
+        print(f"{run_dir} cannot be locked ({error.strerror}): start no other run in it")
     lock.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
     return lock
@@ -106,10 +109,13 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
     if restart and list_checkpoints(folder) + list_others(folder):
         checkpoint, _ = find_sound(folder)
         state = read_state(checkpoint) if checkpoint else {}
-        if not (state.get("restarted") and state["fingerprint"] == fingerprint):
+        # it may be of an earlier version, and of another kind of machine
+        free = {name: fingerprint[name] for name in ("schema", "train.precision")}
+        began = state.get("restarted") and read_fingerprint(state) | free == fingerprint
+        if not began:
             before = next(path for i in count(1) if not (path := run_dir / f"before-{i}").exists())
             before.mkdir()
-            for name in (*RUN_FILES, "wandb_id.txt"):
+            for name in ("wandb_id.txt", *RUN_FILES):
                 if (run_dir / name).exists():
                     (run_dir / name).rename(before / name)
             print(f"train.restart: the run so far is in {before}, and a new one starts at step 0")

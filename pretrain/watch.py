@@ -179,6 +179,8 @@ def name_lost_ranks() -> Iterator[None]:
         yield
     except RuntimeError:
         lost = watch.find_silent() if watch else set()
+        if watch and not lost and len(watch.read_ranks()) < watch.ranks:
+            sys.exit(1)  # a rank has ended in order, and said why
         if not lost:
             raise
         watch.say(explain_loss(watch.read_ranks(), lost, watch.folder), lost)

@@ -46,17 +46,23 @@ def run_command(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            message = f"no space left for {error.filename or 'the output'}: free some and run the "
-            message += "same command again; finished work is kept"
-        elif error.errno:
-            message = f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
-        else:
+        if not error.errno:
             raise
+        message = explain(error)
     else:
         return
     print("error: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
+
+
+def explain(error: OSError) -> str:
+    """Say what an error of the operating system means for the user."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"no space left for {error.filename or 'the output'}: free some and run the same "
+            "command again; finished work is kept"
+        )
+    return f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
 
 
 def red(text: str) -> str:

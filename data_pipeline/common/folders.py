@@ -56,10 +56,17 @@ def install_files(source: Path, target: Path, names: Iterable[str] | None = None
             write_file(target / path.name, path.read_bytes())
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: readers find the old content or the new one."""
+def write_file(path: Path, data: bytes, lasting: bool = False) -> None:
+    """Write a file atomically: readers find the old content or the new one.
+
+    lasting: after a power failure too, for which a disk needs a moment.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(data)
+    with open(temporary, "wb") as file:
+        file.write(data)
+        if lasting:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

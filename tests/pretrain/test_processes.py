@@ -49,7 +49,9 @@ def test_a_rank_with_other_data_is_named_and_one_with_a_copy_is_not(
     assert "data_sha256 is '00000000" in done.stderr
 
 
-@pytest.mark.parametrize("what", ["is in use by", "no export.json says", "cannot be read"])
+@pytest.mark.parametrize(
+    "what", ["is in use by", "no export.json says", "cannot be read", "metrics.jsonl"]
+)
 def test_what_only_the_main_process_finds_is_one_line_and_no_traceback_of_the_others(
     prepared: Path, tmp_path: Path, what: str
 ) -> None:
@@ -61,6 +63,9 @@ def test_what_only_the_main_process_finds_is_one_line_and_no_traceback_of_the_ot
             shutil.rmtree(tmp_path / "export")
             (tmp_path / "export").mkdir()
             (tmp_path / "export/config.json").write_text("{}")
+        elif "metrics" in what:  # found after the last collective call before the first step
+            (tmp_path / what).unlink()
+            (tmp_path / what).mkdir()
         else:
             shutil.rmtree(tmp_path / "checkpoints")
             (tmp_path / "checkpoints").touch()
