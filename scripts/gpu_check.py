@@ -3,7 +3,8 @@
     python scripts/gpu_check.py --data DIR [--only STAGE ...] [--out FILE] [--device cpu]
 
 DIR is the `data_dir` of any config whose data are prepared; a store of some million tokens will do,
-prepared elsewhere and copied. Training needs neither `sentencex` nor `datasets`. Prints a table,
+prepared elsewhere and copied. Training needs neither `sentencex` nor `datasets`, but omegaconf
+(2.4 brings all that it needs but PyYAML). Prints a table,
 writes it as JSON, and exits with code 1 if anything is wrong. Speed is measured against targets,
 whose missing is no fault. On a CPU all stages run on tiny sizes and measure nothing.
 """
@@ -27,6 +28,9 @@ ROOT = Path(__file__).parent.parent
 # a GPU machine need not have the project installed
 sys.path.insert(0, str(ROOT))
 # ruff: noqa: E402
+NEEDED = ("torch", "omegaconf", "accelerate", "safetensors", "tqdm", "jinja2")
+if missing := [name for name in NEEDED if not find_spec(name)]:
+    sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}; install them with pip")
 
 import torch
 import torch.nn.functional as F
@@ -131,9 +135,15 @@ def check_learning(check: Check) -> None:
     batch = random_batch((60, 40, 128, 9), seed=0).to(check.device)
     for name, rate in RATES.items():
         model, optimizers = build(check, optimizer=name)
-        for i in range(150):
-            loss = make_step(model, optimizers, batch, rate * min(1, (i + 1) / 10))
-        check.must(f"{name}: MLM loss of a batch after 150 steps", float(loss), 1.0)
+        losses = [
+            make_step(model, optimizers, batch, rate * min(1, (i + 1) / 10)) for i in range(150)
+        ]
+        # LAMB scales the updates of a batch that it knows by heart up, so that its loss jumps again
+        check.must(
+            f"{name}: lowest MLM loss of a batch in 150 steps",
+            float(torch.stack(losses).min()),
+            1.0,
+        )
 
 
 def check_shapes(check: Check) -> None:
@@ -212,13 +222,10 @@ def check_trainer(check: Check) -> None:
 def check_speed(check: Check, size: str, length: int) -> None:
     """Measure a bare step against transformers, compiled: full sequences, and those of a corpus."""
     kinds = ("sdpa", "flash_attention_2") if find_spec("flash_attn") else ("sdpa",)
-    tasks = [task_of(check, size, length, is_full) for is_full in (True, False)]
-    # the peer pads both to one shape, so it takes as long for both
-    peers = {
-        kind: median(measure_alone(peer, tasks[0], 3, attention=kind)[0]) / tasks[0].tokens
-        for kind in kinds
-    }
-    for task, mix, least in zip(tasks, ("full", "of a corpus"), RATIO[size, length], strict=True):
+    for is_full, mix, least in zip(
+        (True, False), ("full", "of a corpus"), RATIO[size, length], strict=True
+    ):
+        task = task_of(check, size, length, is_full)
         for dropout in (0.1, 0.0):
             both = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
             task = replace(task, model=replace(task.model, **both))
@@ -230,7 +237,8 @@ def check_speed(check: Check, size: str, length: int) -> None:
             if check.seconds_matter and mix == "full":
                 share = batches * task.flops / peak_flops(check.device)
                 check.should(f"{name}: MFU", share, MFU[size, length])
-            for kind, others in peers.items():
+            for kind in kinds if dropout else ():  # with its own dropout; it takes a minute
+                others = median(measure_alone(peer, task, 3, attention=kind)[0]) / task.tokens
                 check.should(f"{name}: times transformers, {kind}", batches / others, least)
 
 
@@ -320,6 +328,8 @@ def train(check: Check, run_dir: Path, is_exact: bool) -> None:
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # deterministic algorithms ask for it
+    # a kernel is chosen by the first batch that it meets, so two runs share them
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(run_dir.parent / "kernels")}
     if not check.is_gpu:
         env |= {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", code, str(ROOT / "configs/bert_base.yaml"), *options]

@@ -33,6 +33,14 @@ def test_all_stages_pass_without_what_prepares_data(prepared, tmp_path) -> None:
     assert done.stdout.count(" right") == len(right)
 
 
+def test_a_package_that_is_missing_is_named() -> None:
+    path = str(ROOT / "scripts/gpu_check.py")
+    code = f"import runpy, sys; sys.modules['omegaconf'] = None; runpy.run_path({path!r})"
+    done = fork(["-c", code])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "lacks omegaconf; install" in done.stderr
+
+
 def test_a_stage_that_fails_is_wrong_and_the_others_run(tmp_path) -> None:
     (tmp_path / "data").mkdir()
     done, found = run(tmp_path, "--data", tmp_path / "data", "--only", "base", "trainer")
