@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.reading import check_regular
+from data_pipeline.common.reading import check_regular, read_json
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import check
 from data_pipeline.sampling.token_store import read_vocabulary
@@ -16,9 +16,12 @@ from pretrain.config import ModelConfig
 from pretrain.export_folder import FILES
 from pretrain.families import hf_config, read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
-from pretrain.models.build import check_memory, model_of
+from pretrain.models.build import check_memory, count_parameters, model_of
 from pretrain.models.electra import GENERATOR, Electra
 from pretrain.objectives import MaskedLM, ReplacedTokens
+
+# what transformers takes on trust
+TOKENIZER_CONFIG = {"model_max_length?": (int, float, None), "model_input_names?": ([str], None)}
 
 
 def load_export(folder: Path) -> PretrainingModel:
@@ -59,14 +62,20 @@ def load_export(folder: Path) -> PretrainingModel:
 
 
 def check_settings(folder: Path) -> None:
-    """Raise `UserError` if the `config.json` of a folder is wrong, or this machine has not the
-    memory for its model."""
+    """Raise `UserError` if the `config.json` of a folder is wrong, or of a larger model than its
+    weights, or this machine has not the memory for that."""
     settings, path = read_settings(folder), folder / "config.json"
+    weights = folder / "model.safetensors"
     model = ModelConfig(**read_hf_config(settings, path))
     try:
         model.validate()
         pieces = settings.get("vocab_size") or 1
         check_memory(model, pieces, "none", 1, machine_memory())
+        number = count_parameters(model, pieces, "none")
+        check(
+            not weights.exists() or number <= weights.stat().st_size,
+            f"a model of {number:,} parameters, more than {weights} has bytes; export it again",
+        )
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -76,8 +85,10 @@ def load_pretrained(loader: type, folder: Path, **options) -> Any:
 
     Raises `UserError` for whatever that class raises, since somebody else may have made the folder.
     """
-    check_settings(folder)
     check_weights(folder)
+    check_settings(folder)
+    if (rules := folder / "tokenizer_config.json").exists():
+        read_json(rules, TOKENIZER_CONFIG, "export or copy it again")
     try:
         return loader.from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:

@@ -87,6 +87,7 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
                 padding=True,
                 truncation=True,
                 max_length=longest,
+                return_attention_mask=True,
                 return_tensors="pt",
             ).to(device)
             out = model(**batch, output_hidden_states=True)

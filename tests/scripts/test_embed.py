@@ -1,5 +1,6 @@
 """Sentence vectors are what their names say, computed by hand from transformers' states."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -142,3 +143,21 @@ def test_cut_weights_are_named(straight, tmp_path) -> None:
     os.truncate(tmp_path / "cut/model.safetensors", 1000)
     with pytest.raises(UserError, match="model.safetensors is damaged"):
         embed.embed(tmp_path / "cut", TEXTS[:3], "mean")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("tokenizer_config.json", "model_input_names", ["input_ids", True], r"names\[1\] is True"),
+        ("tokenizer_config.json", "model_max_length", "", "model_max_length is ''"),
+        ("config.json", "hidden_size", 768, "a model of .* parameters, more than .* has bytes"),
+    ],
+)
+def test_settings_that_transformers_takes_on_trust_are_checked(
+    straight, tmp_path, name, key, value, said
+) -> None:
+    shutil.copytree(straight / "export", tmp_path / "a")
+    settings = json.loads((tmp_path / "a" / name).read_text())
+    (tmp_path / "a" / name).write_text(json.dumps(settings | {key: value}))
+    with pytest.raises(UserError, match=said):
+        embed.embed(tmp_path / "a", TEXTS[:1], "mean")
