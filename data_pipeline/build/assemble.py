@@ -56,6 +56,7 @@ def assemble_store(
     manifest |= {"vocab_sha256": vocab_sha256, "vocab_files": tokenizer, "sources": sources}
     check_unfinished(store_dir)
     entries = [json.loads((shard / "entries.json").read_text()) for shard in shards]
+    marked = any(any(shard.glob("*/word_starts.npy")) for shard in shards)
     total = sum(entry["tokens"] for found in entries for entry in found.values())
     with (
         progress_bar("joining", total, "tokens", delay=5) as bar,
@@ -65,7 +66,7 @@ def assemble_store(
             both = zip(shards, entries, strict=True)
             parts = [(shard / split, entry[split]) for shard, entry in both if split in entry]
             manifest[split] = {n: sum(s[split][n] for s in stats) for n in ("bytes", "words")}
-            manifest[split] |= join_shards(parts, folder / split, bar)
+            manifest[split] |= join_shards(parts, folder / split, bar, marked)
         if any(folder.glob("*/word_starts.npy")):
             manifest["word_starts"] = True
         # identifies the data in a checkpoint: equal for all stores with the same arrays
@@ -91,7 +92,7 @@ def check_unfinished(store_dir: Path) -> None:
         )
 
 
-def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
+def join_shards(parts: list[tuple[Path, dict]], out: Path, bar, marked: bool) -> dict:
     """Write the arrays of all shards, end to end, to folder `out`; their entry in the manifest.
 
     parts: folder of each shard, and its sizes. bar: counts the tokens written.
@@ -107,7 +108,7 @@ def join_shards(parts: list[tuple[Path, dict]], out: Path, bar) -> dict:
             write_array(out / f"{name}.npy", dtype, size, count_tokens(arrays, bar))
         else:
             write_array(out / f"{name}.npy", np.dtype(np.int64), size, shift_offsets(arrays))
-    if folders and (folders[0] / "word_starts.npy").exists():
+    if marked:  # in a split without documents too
         bits = unpack_bits((load_array(f / "word_starts.npy"), e["tokens"]) for f, e in parts)
         write_array(out / "word_starts.npy", np.uint8, (totals["tokens"] + 7) // 8, pack_bits(bits))
     if (n_parts := count_parts(totals["tokens"])) > 1:

@@ -21,7 +21,7 @@ from data_pipeline.common.arrays import append_array, pack_bits, save_array, wri
 from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import CorpusConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk, Rejects
-from data_pipeline.corpus.selection import Selection, read_selected, text_hash
+from data_pipeline.corpus.selection import Selection, hash_document, read_selected
 from data_pipeline.sampling.soundness import SPLITS
 from data_pipeline.sampling.token_store import BYTES_BEGIN, read_vocabulary
 from data_pipeline.vocabulary.existing import is_whole, load_tokenizer, load_whole
@@ -69,7 +69,10 @@ def scan_group(
     source, rejects = corpus.each_source()[group[0].source], Rejects()
     split = sentence_splitter(source.language, source.sentence_splitter)
     whole, index = load_whole(vocab), WordIndex({END: 0})
-    numbering = choose_numbering(whole, vocab, load_segmenter(source.word_segmenter), index)
+    segment = load_segmenter(source.word_segmenter)
+    if any(one.word_segmenter for one in corpus.each_source()):
+        segment = segment or list  # each of BERT's words: all of a store has word starts, or none
+    numbering = choose_numbering(whole, vocab, segment, index)
     selected.open()
     with sealed_folder(out, shared=True) as folder:
         writers = {name: WordWriter(folder / name, numbering) for name in SPLITS}
@@ -80,7 +83,7 @@ def scan_group(
                 data = document.encode("utf-8", "replace")
                 size, read = size + len(data), read + 1
                 chunk_hash.update(data + b"\0")
-                number = text_hash(data)
+                number = hash_document(document)
                 held_out = number < selected.limit
                 document, copies = selected.take(document, number, held_out, rejects)
                 lines = document.split("\n") if whole else [document]

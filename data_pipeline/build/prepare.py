@@ -194,7 +194,7 @@ class Work:
         self.settings = store_settings(self.corpus, vocab, self.chunks, known)
         # 1 and 2 divided the text among the tasks in another way, 3 kept no checksums, 4 had words
         # of other tokenizers as text
-        self.name = settings_key(self.settings | {"work": 5})[:16]
+        self.name = settings_key(self.settings | {"work": 6})[:16]
         self.groups = group_chunks(self.chunks)
         self.hashed, self.scans = self.results("hashes"), self.results("scan")
         self.earlier = self.folder / f"{self.name}-earlier"

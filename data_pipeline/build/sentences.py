@@ -85,7 +85,8 @@ def cut(sentence: str) -> Iterator[str]:
     while start < len(sentence):
         end = start + MAX_CHARACTERS
         if end < len(sentence):
-            end = (sentence.rfind(" ", start + 1, end) + 1) or end
+            spaces = [i for i in range(end - 1, start, -1) if sentence[i].isspace()][:1]
+            end = spaces[0] + 1 if spaces else end
         part = sentence[start:end]
         if not part.isspace():
             yield part

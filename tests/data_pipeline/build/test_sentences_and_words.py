@@ -95,9 +95,10 @@ def test_a_line_without_end_is_cut_and_kept(unit: str):
     assert without_space("".join(sentences)) == without_space(document)
 
 
-def test_a_long_sentence_is_cut_between_words():
+@pytest.mark.parametrize("space", [" ", "\t", "\u00a0", "\u3000"])
+def test_a_long_sentence_is_cut_between_words(space: str):
     words = [f"word{i}" for i in range(5000)]
-    sentences = list(split_sentences(" ".join(words), sentence_splitter("en")))
+    sentences = list(split_sentences(space.join(words), sentence_splitter("en")))
     assert len(sentences) > 1
     assert " ".join(sentences).split() == words
 

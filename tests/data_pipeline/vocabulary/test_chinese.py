@@ -23,10 +23,11 @@ from data_pipeline.build.encode import SPLITS, write_word_starts
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, SourceConfig, VocabConfig
 from data_pipeline.corpus.readers import clean_text
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.pairs import SPECIALS
+from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from data_pipeline.vocabulary.training import build_normalizer, build_tokenizer
 from data_pipeline.vocabulary.words import (
@@ -88,6 +89,30 @@ def open_store(data_dir: Path, split: str = "train") -> TokenStore:
 @pytest.fixture(scope="module")
 def chinese(folder: Path) -> TokenStore:
     return open_store(folder / "units")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_corpus_of_which_some_sources_have_a_segmenter_has_the_units_of_all(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    """Each word of the others is a unit, in whichever order the sources come."""
+    (file,) = write_files(tmp_path, 1)
+    english = tmp_path / "english.txt"
+    english.write_text("\n\n".join(f"A line of an unlikely number {i}." for i in range(40)))
+    sources = [
+        SourceConfig(files=file, language="zh", word_segmenter="segmenter"),
+        SourceConfig(files=str(english)),
+    ]
+    corpus = CorpusConfig(sources=[sources[i] for i in order], held_out_fraction=0)
+    data_dir = tmp_path / "data"
+    vocab = VocabConfig(size=140, character_coverage=1.0)
+    prepare(DataConfig(data_dir=str(data_dir), corpus=corpus, vocab=vocab), workers=1)
+    check_data(data_dir)  # although nothing is held out
+    store, pieces = open_store(data_dir), read_vocabulary(data_dir / "vocab").pieces
+    starts = store.starts_word(np.arange(len(store.tokens)))
+    units = "".join("|" * int(s) + pieces[t] for t, s in zip(store.tokens, starts, strict=True))
+    assert "|中华人民共和国|" in units and "|##" not in units
+    assert units.replace("##", "").count("|line|") == 40
 
 
 # --- from text to units ---------------------------------------------------------------------------
