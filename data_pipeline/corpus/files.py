@@ -139,4 +139,6 @@ def is_gb18030(seen: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     codes = [c.encode("gb18030") for c in text if "\u4e00" <= c <= "\u9fff"]
-    return sum(0xB0 <= c[0] <= 0xD7 and c[1] > 0xA0 for c in codes) * 2 > max(len(codes), 6)
+    return sum(0xB0 <= c[0] <= 0xD7 and c[1] > 0xA0 for c in codes) * 2 > max(len(codes), 6) and (
+        100 * sum(map(text.count, "的一是在有")) > len(codes)  # not so in Korean or Japanese
+    )

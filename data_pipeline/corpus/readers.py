@@ -78,7 +78,10 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             check_unpacked(chunk.path, position)
             wanted = READ_BYTES if chunk.end is None else min(READ_BYTES, chunk.end - position)
             block = read(file, wanted, chunk.path)
-            if position == 0 and is_mostly_nul(block) and source.encoding.startswith("utf-8"):
+            is_utf8 = codecs.lookup(source.encoding).name.startswith("utf-8")
+            if position == 0 and block[257:262] == b"ustar":
+                raise UserError(f"{chunk.path} is a tar archive; unpack it, and give its files")
+            if position == 0 and is_mostly_nul(block) and is_utf8:
                 raise not_text(chunk.path, source, block.index(0), "many bytes are NUL", block)
             try:
                 text = pending + decoder.decode(block, final=not block)
@@ -254,16 +257,21 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
                 "set corpus.text_field"
             )
         column = header.index(source.text_field)
-        for row in rows:
+        while True:
             waiting = 0
-            if not row:  # a blank line
-                continue
-            if len(row) == len(header):
-                yield one_document(row[column])
-            elif source.on_bad_row == "skip":
+            try:
+                row = next(rows, None)
+                if row and len(row) != len(header):
+                    raise csv.Error(f"{len(row)} fields, the header has {len(header)}")
+            except csv.Error:
+                if source.on_bad_row != "skip":
+                    raise
                 yield None
-            else:
-                raise csv.Error(f"{len(row)} fields, the header has {len(header)}")
+                continue
+            if row is None:
+                return
+            if row:  # no blank line
+                yield one_document(row[column])
     except csv.Error as error:
         raise UserError(
             f"{chunk.path}: line {rows.line_num} is not {chunk.layout} ({error}); mend it, or set "

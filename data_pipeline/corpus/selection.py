@@ -105,7 +105,7 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
         if is_costly(group[0].path, group[0].layout):
             documents = keep(documents, folder)
         for document in documents:
-            hashes["documents"].append(hash_text(document))
+            hashes["documents"].append(hash_document(document))
             characters.append(len(document))
             if len(document) >= MIN_DEDUP_CHARS:
                 for line in document.split("\n"):
@@ -125,6 +125,11 @@ def text_hash(data: bytes) -> int:
 
 def hash_text(text: str) -> int:
     return text_hash(text.encode("utf-8", "replace"))
+
+
+def hash_document(document: str) -> int:
+    """Hash a document without the white space around it, in which copies of two formats differ."""
+    return hash_text(document.strip())
 
 
 def keep(documents: Iterable[str], folder: Path) -> Iterator[str]:

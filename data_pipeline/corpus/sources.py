@@ -71,7 +71,7 @@ def list_files(patterns: list[str]) -> list[str]:
     Raises `UserError` if one matches no file.
     """
     paths = []
-    for pattern in patterns:
+    for pattern in map(os.path.expanduser, patterns):
         found = sorted(p for p in glob(pattern, recursive=True) if os.path.isfile(p))
         if os.path.isfile(pattern):
             found = [pattern]
@@ -117,7 +117,7 @@ def list_saved(folder: str) -> list[str]:
 
 def layout_by_name(path: str) -> str | None:
     """Tell a file's layout (`jsonl`, `csv`, ...) from its suffix; None for text."""
-    name, suffix = os.path.splitext(path)
+    name, suffix = os.path.splitext(path.lower())
     if suffix in OPENERS:
         suffix = os.path.splitext(name)[1]
     return next((name for name, reader in READERS.items() if suffix in reader.suffixes), None)

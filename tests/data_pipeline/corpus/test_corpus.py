@@ -9,6 +9,7 @@ import gzip
 import json
 import lzma
 import re
+import tarfile
 from itertools import groupby
 from math import sqrt
 from pathlib import Path
@@ -20,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import CorpusConfig, DatasetConfig
+from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig
 from data_pipeline.corpus import readers, sources
 from data_pipeline.corpus.selection import hash_limit, text_hash
 
@@ -118,6 +119,28 @@ def test_the_layout_is_detected(tmp_path: Path):
     assert read(lines, lines.with_name("blank.txt")) == ["a\nb\nc", "a\nb", "c"]
     other = write(tmp_path / "other.txt", "d\ne\n")
     assert [d.split() for d in read(lines, other)] == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_suffixes_in_capitals_say_what_small_ones_do(tmp_path: Path):
+    (one,) = read(write(tmp_path / "A.JSONL", '{"text": "a text"}\n'))
+    (other,) = read(write(tmp_path / "B.CSV", "text,n\nanother,1\n"))
+    assert (one, other) == ("a text", "another")
+
+
+def test_a_tar_archive_is_no_text(tmp_path: Path):
+    file = tmp_path / "a.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        archive.add(write(tmp_path / "a.txt", "a text\n"), "a.txt")
+    with pytest.raises(UserError, match="a.tar.gz is a tar archive; unpack it"):
+        read(file)
+
+
+def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.txt", "a text\n")
+    assert [chunk.path for chunk in sources.list_source(SourceConfig(files="~/a.txt"))] == [
+        str(tmp_path / "a.txt")
+    ]
 
 
 def test_the_layout_of_a_file_in_another_encoding_is_detected(tmp_path: Path):
@@ -226,6 +249,13 @@ def test_another_encoding_is_decoded(tmp_path: Path):
     text = "简体中文。\n\n第二篇。\n"
     file = write(tmp_path / "a.txt", text.encode("gb18030"))
     assert read(file, encoding="gb18030") == ["简体中文。", "第二篇。"]
+
+
+@pytest.mark.parametrize("name", ["utf-8", "UTF8", "utf-8-sig"])
+def test_utf16_is_told_from_utf8_under_any_name(tmp_path: Path, name: str):
+    file = write(tmp_path / "a.txt", ("one two\n" * 50).encode("utf-16-le"))
+    with pytest.raises(UserError, match="many bytes are NUL"):
+        read(file, encoding=name, layout="line")
 
 
 def test_utf16_without_its_mark_is_an_error_that_names_the_file(tmp_path: Path):

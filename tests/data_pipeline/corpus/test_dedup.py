@@ -32,11 +32,11 @@ from data_pipeline.corpus.selection import (
     MIN_DEDUP_CHARS,
     Selection,
     find_earlier,
+    hash_document,
     hash_group,
     read_earlier,
     read_selected,
     select,
-    text_hash,
 )
 from data_pipeline.corpus.sources import list_file_chunks
 
@@ -48,10 +48,10 @@ def plainly(documents: list[str]) -> tuple[list[str], dict[str, int]]:
     seen: dict[str, set[str]] = {"documents": set(), "lines": set()}
     kept, causes = [], {"duplicate": 0, "duplicate paragraphs": 0}
     for document in documents:
-        if document in seen["documents"]:
+        if document.strip() in seen["documents"]:
             causes["duplicate"] += 1
             continue
-        seen["documents"].add(document)
+        seen["documents"].add(document.strip())
         lines = []
         for line in document.split("\n"):
             if len(line) < MIN_DEDUP_CHARS or line not in seen["lines"]:
@@ -81,7 +81,7 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
         chosen[i].open()
         source = sources[pieces[i].source]
         for document in read_selected(pieces[i], source, chosen[i].hashes, rejects):
-            text, copies = chosen[i].take(document, text_hash(document.encode()), False, rejects)
+            text, copies = chosen[i].take(document, hash_document(document), False, rejects)
             kept[i] += [text] * copies
     return [document for i in kept for document in kept[i]], rejects.causes
 
@@ -134,6 +134,13 @@ def test_the_first_source_that_holds_a_text_keeps_it(tmp_path: Path):
     kept, causes = by_pieces(CorpusConfig(sources=sources), tmp_path)
     assert kept == ["two", "two", "three", "three", "one", "one"]
     assert causes == {"duplicate": 1}
+
+
+def test_copies_in_files_with_and_without_a_last_line_end_are_copies(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "b.txt").write_text("a text\n")
+    kept, causes = by_pieces(CorpusConfig(files=str(tmp_path / "*.txt"), layout="file"), tmp_path)
+    assert [document.strip() for document in kept] == ["a text"] and causes == {"duplicate": 1}
 
 
 def test_a_line_below_the_length_stays_however_often(tmp_path: Path):

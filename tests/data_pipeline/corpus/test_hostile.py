@@ -15,7 +15,9 @@ from helpers import ROOT
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, SourceConfig, VocabConfig
+from data_pipeline.corpus.readers import Rejects, read_documents
+from data_pipeline.corpus.sources import list_source
 
 PEAK = """
 import re, runpy, sys
@@ -99,6 +101,19 @@ def test_a_line_of_a_megabyte_takes_little_memory(tmp_path: Path) -> None:
         path.write_text("\n".join([(WORDS * 20000)[:length]] * ((4 << 20) // length)))
         peaks.append(peak_of(path, "line")[0])
     assert peaks[1] - peaks[0] < 60
+
+
+@pytest.mark.parametrize("row", ['999,"ab"cd"', '999,"a quote that nothing closes'])
+def test_a_row_of_csv_with_a_stray_quote_is_skipped_on_request(tmp_path: Path, row: str) -> None:
+    lines = ["n,text", *(f'{i},"{WORDS} {i}"' for i in range(200)), row]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    source = SourceConfig(files=str(tmp_path / "a.csv"), text_field="text")
+    with pytest.raises(UserError, match="line 20[23] is not csv"):
+        list(read_documents(list_source(source)[0], source, Rejects()))
+    rejects = Rejects()
+    source.on_bad_row = "skip"
+    assert len(list(read_documents(list_source(source)[0], source, rejects))) == 200
+    assert rejects.causes == {"bad rows": 1}
 
 
 def rows(bad: int, total: int = 1000) -> str:
