@@ -88,7 +88,7 @@ class SourceConfig:
     """A row of JSON, CSV or TSV without the text that it should have: `stop` names it, `skip`
     leaves it out and counts it; more than 1 % of a source stop in any case."""
     language: str = "en"
-    """ISO 639 code, for the sentence splitter."""
+    """ISO 639 code, of two letters where there is one, for the sentence splitter."""
     word_segmenter: str | None = None
     """What is masked together: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a
     function `package.module:function`, or `FILE.py:function` of a file beside the config, that
@@ -107,6 +107,11 @@ class SourceConfig:
         are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
         check(are_names, f"{key}.files is {self.files!r}; it can be a file or a list of files")
         check(self.builtin in (None, "python-docs"), f"{key}.builtin {self.builtin!r}: python-docs")
+        check(
+            re.fullmatch(r"[a-z]{2,3}(-\w+)*", self.language) is not None,
+            f"{key}.language is {self.language!r}; give an ISO 639 code, in quotes as 'no', YAML's "
+            "false",
+        )
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         check_choice(f"{key}.on_bad_row", self.on_bad_row, ("stop", "skip"))
         words, sentences = self.word_segmenter, self.sentence_splitter
@@ -327,7 +332,11 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
         given = read_yaml(Path(path))
     except FileNotFoundError:
         raise UserError(
-            f"no config at {path}; python -m pretrain configs lists the recipes"
+            f"no config at {path} (in {Path.cwd()}); python -m pretrain configs lists the recipes"
+        ) from None
+    except IsADirectoryError:
+        raise UserError(
+            f"{path} is a folder; give a YAML file, as a run has its config.yaml"
         ) from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable YAML file: {error}") from None
@@ -362,6 +371,8 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     config.corpus.place_plug_ins(os.path.dirname(path))
+    for name in {"data_dir", "run_dir"} & vars(config).keys():
+        setattr(config, name, os.path.expanduser(getattr(config, name)))
     return config
 
 

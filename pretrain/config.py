@@ -367,7 +367,9 @@ class Config(DataConfig):
         check(
             data.max_seq_length <= self.model.max_position_embeddings,
             f"data.max_seq_length {data.max_seq_length} exceeds "
-            f"model.max_position_embeddings {self.model.max_position_embeddings}",
+            f"model.max_position_embeddings {self.model.max_position_embeddings}"
+            + f", those of {self.init_from}; lower it, or export that run again with --positions"
+            * bool(self.init_from),
         )
 
     def validate_objectives(self) -> None:

@@ -111,6 +111,8 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path: Path, text, override
         (MINIMAL + "seed: 1\nseed: 2", r"c\.yaml is not a readable YAML file: (?s:.*)seed"),
         (MINIMAL + "a: [", r"c\.yaml is not a readable YAML file"),
         (MINIMAL + "a: !!python/object/apply:os.getcwd []", r"c\.yaml is not a readable YAML"),
+        ("corpus: {files: a, language: no}", r"language is 'False'; give an ISO 639 code"),
+        ("corpus: {files: a, language: German}", r"language is 'German'; give an ISO 639 code"),
         ("- a\n- b", r"c\.yaml is not a mapping"),
         ("3", r"c\.yaml is not a "),
         ("", r"c\.yaml: corpus needs exactly one of builtin, files and dataset"),
@@ -235,7 +237,7 @@ def test_any_override_is_taken_or_refused(tmp_path_factory, override: str):
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no config at .*absent\.yaml"):
         load_config(Config, str(tmp_path / "absent.yaml"))
-    with pytest.raises(UserError, match="is not a readable YAML file"):
+    with pytest.raises(UserError, match="is a folder; give a YAML file"):
         load_config(Config, str(tmp_path))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\0")
     with pytest.raises(UserError, match=r"binary\.yaml is not UTF-8 text"):
