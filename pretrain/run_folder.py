@@ -52,6 +52,11 @@ def lock_run(run_dir: Path, accelerator: Accelerator) -> TextIO:
 
 def take_lock(run_dir: Path) -> TextIO:
     """Create and lock the run folder on the main process, as `lock_run` says."""
+    for name, what in (("store/manifest.json", "prepared data"), ("export.json", "an export")):
+        check(
+            not (run_dir / name).exists(),
+            f"run_dir {run_dir} holds {what}; choose another run_dir",
+        )
     claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
     lock = open(run_dir / "lock", "a+")
     try:

@@ -153,16 +153,36 @@ def set_up(config: Config) -> Run:
 def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, list[BatchSource]]:
     """Open the training split and build the data of each phase (a collective call).
 
-    Warns if the held-out split is too small for its losses to be trusted.
+    Warns if the store was built with other settings, and if the held-out split is too small for its
+    losses to be trusted.
     Raises `UserError` if there is no store, or a damaged one.
     """
     vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
     store = TokenStore.open(Path(config.data_dir) / "store", "train", vocabulary)
     check_on_each_machine(lambda: check_data(Path(config.data_dir)))
     sources = build_sources(phases, store)
+    if differences := list_other_settings(config, store.manifest):
+        PartialState().print(
+            red(
+                f"warning: {config.data_dir} was built with other settings than the config's "
+                f"({'; '.join(differences)}), and is taken as it is"
+            )
+        )
     if shortfall := held_out_shortfall(store.manifest):
         PartialState().print(red(f"warning: {shortfall}"))
     return store, sources
+
+
+def list_other_settings(config: Config, manifest: dict) -> list[str]:
+    """Describe how settings of the vocabulary, and of the whole corpus, differ from those that the
+    store of a manifest was built with, as far as it says."""
+    differences = []
+    for key, was in manifest.get("settings", {}).items():
+        section, _, name = key.partition(".")
+        now = getattr(getattr(config, section, None), name, was)
+        if now != was and key != "vocab.path":  # which is a hash there
+            differences.append(f"{key} was {was!r}, is {now!r}")
+    return differences
 
 
 def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:

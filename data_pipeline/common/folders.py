@@ -41,8 +41,11 @@ def claim_folder(
             f"{folder} holds {found[0]}, which bert-pretrain did not write and would replace; "
             f"choose another {key}, or move {folder / found[0]} away"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    marker.write_text(NOTE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.write_text(NOTE)
+    except OSError as error:
+        raise UserError(f"{key} {folder} cannot be made: {error.strerror}") from None
 
 
 def install_files(source: Path, target: Path, names: Iterable[str] | None = None) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import fork, newest, run
+from helpers import fork, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import load_config
@@ -105,3 +105,19 @@ def test_memory_has_to_hold_the_copy_that_a_checkpoint_is_written_from(
         monkeypatch.setattr("pretrain.run_setup.machine_memory", lambda memory=memory: memory - 9)
         with pytest.raises(UserError, match=f"a model of {number:,} parameters takes at least"):
             check_resources(config, 500)
+
+
+def test_a_store_of_other_settings_is_told(prepared: Path, tmp_path: Path, capsys) -> None:
+    train_here(prepared, tmp_path, "vocab.size=2000", "train.max_steps=1", "train.warmup_steps=0")
+    said = capsys.readouterr().out
+    assert "built with other settings than the config's (vocab.size was 1024, is 2000)" in said
+    train_here(prepared, tmp_path / "same", "train.max_steps=1", "train.warmup_steps=0")
+    assert "other settings" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["store/manifest.json", "export.json"])
+def test_a_folder_of_another_kind_is_no_run_dir(prepared: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="holds (prepared data|an export); choose another run_dir"):
+        train_here(prepared, tmp_path)
