@@ -1,8 +1,9 @@
 """Write the page of a run, or of several runs laid over each other: where they stand, their curves,
 and what the newest checkpoint knows of words.
 
-`python -m pretrain.report RUN_DIR [RUN_DIR ...] [--out FILE]` writes `report.html` to the first run
-folder. Training does so at each evaluation. The page is drawn from the run folder alone.
+`python -m pretrain.report RUN_DIR [RUN_DIR ...] [--out FILE]` writes `report.html` to the run
+folder, as training does at each evaluation, or `compared.html` of several runs to the first. A page
+is drawn from the run folders alone.
 """
 
 import argparse
@@ -38,6 +39,7 @@ WARNINGS = {  # metric of the monitor -> what it says
     "monitor/nsp": "the accuracy on pairs was that of guessing",
     "monitor/unknown": "more than 5 % of the training tokens are [UNK]",
 }
+PAGES = ("report.html", "compared.html")  # of one run, and of several
 UNIGRAM_PAIRS = "eval/minimal_pairs_unigram"
 PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 
@@ -403,9 +405,11 @@ def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain.report", description=__doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the page; default: report.html")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="the page; default: report.html or compared.html"
+    )
     args = parser.parse_args()
-    out = args.out or args.run_dirs[0] / "report.html"
+    out = args.out or args.run_dirs[0] / PAGES[len(args.run_dirs) > 1]
     write_report(args.run_dirs, out)
     print(f"report: {out}")
 

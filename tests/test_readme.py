@@ -21,7 +21,7 @@ PROJECT_FILES = [
     if not {"data", "runs", ".venv", ".git"} & set(path.relative_to(ROOT).parts[:1])
 ]
 MADE_ELSEWHERE = {  # by tests of the report, of large stores, of scripts
-    *("report.html", "report.json", "run_edges.npy"),
+    *("report.html", "compared.html", "report.json", "run_edges.npy"),
     *("probes.json", "results.json", "vectors.npy", "gpu_check.json"),
     *("train.json", "dev.json", "train.jsonl", "dev.jsonl"),  # a user's own data
     "rules.py",  # a user's own functions

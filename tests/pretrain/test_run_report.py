@@ -264,6 +264,8 @@ def test_the_command_writes_the_page_where_it_is_asked_to(straight: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"report: {copy / 'report.html'}\n"
     one = (copy / "report.html").read_bytes()
+    done = run(copy, straight)
+    assert done.stdout == f"report: {copy / 'compared.html'}\n"
     done = run(copy, straight, "--out", tmp_path / "both.html")
     assert done.returncode == 0, done.stderr
     assert "2 runs" in (tmp_path / "both.html").read_text(encoding="utf-8")
