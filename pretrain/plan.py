@@ -40,6 +40,7 @@ OVERFIT_LOSS, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach, steps, sequen
 USUAL_RATES = {"adamw": (1e-5, 2e-3), "muon": (2e-4, 2e-2), "lamb": (2e-4, 2e-2)}
 CARD, CARDS = "H100", (1, 8)  # numbers of cards to estimate time for
 MFU = 0.4  # assumed of a card
+LAUNCH = 8e-4  # seconds that a host takes to launch a layer of a pass, whose card may wait for it
 
 
 def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARDS) -> None:
@@ -81,7 +82,8 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
             f"{steps:,} steps of {size:,} sequences, {of_what}; "
             f"{operations / len(sample.input_ids):.3g} FLOPs a token"
         )
-        of_words = None if counts is None else counts[store.vocabulary.ordinary]
+        is_given = counts is None or config.init_from or config.vocab.path
+        of_words = None if is_given else counts[store.vocabulary.ordinary]
         unusual += warnings(phase, epochs, tokens, of_words)
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
@@ -107,7 +109,9 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         f"{accelerator.device.type}",
     }
     for n in cards:
-        rows[f"time on {n} {CARD}"] = estimate_time(total, phases, n)
+        rows[f"time on {n} {CARD}"] = estimate_time(
+            total, phases, n, config.model.num_hidden_layers
+        )
     for name, value in rows.items():
         print(f"{name:20}{value}")
     for line in dict.fromkeys(unusual):
@@ -149,7 +153,7 @@ def describe_preparation(work: Preparation) -> str:
     )
 
 
-def estimate_time(operations: float, phases: list[Phase], cards: int) -> str:
+def estimate_time(operations: float, phases: list[Phase], cards: int, layers: int) -> str:
     """Describe the time of a run on some cards, or why they cannot divide its batch."""
     try:
         passes = [
@@ -158,6 +162,8 @@ def estimate_time(operations: float, phases: list[Phase], cards: int) -> str:
     except UserError as error:
         return f"impossible: {error}"
     seconds = operations / MFU / PEAK_FLOPS[CARD] / cards
+    launched = sum((p.end - p.start) * n for p, n in zip(phases, passes, strict=True)) * layers
+    seconds = max(seconds, launched * LAUNCH)
     time = "under a minute" if seconds < 60 else f"about {duration(seconds)}"
     said = ", then ".join(f"{n:,}" for n, _ in groupby(passes))
     return (

@@ -178,6 +178,12 @@ def test_a_recipe_whose_first_phase_has_single_segments_is_checked_by_pairs(
     assert "by heart: MLM loss 0." in capsys.readouterr().out
 
 
+def test_a_small_model_waits_for_the_host_that_launches_it(prepared: Path) -> None:
+    phases = phases_of(config_of(prepared, "train.max_steps=100000"))
+    assert plan.estimate_time(1.0, phases, 1, 2).startswith("about 2.7 minutes")
+    assert plan.estimate_time(1e20, phases, 1, 2).startswith("about 2.9 days")
+
+
 def test_documents_as_short_as_queries_are_planned_for(tmp_path, capsys) -> None:
     text = "\n\n".join(f"the value of {i % 9}" for i in range(4000))
     (tmp_path / "a.txt").write_text(text)
