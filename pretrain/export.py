@@ -448,6 +448,8 @@ def main() -> None:
     if (checkpoint / "checkpoints").is_dir():
         checkpoint = newest_checkpoint(checkpoint / "checkpoints")
         check(checkpoint is not None, f"{args.source} has no sound checkpoint")
+    elif not checkpoint.exists():
+        raise UserError(f"there is no {checkpoint}; a run keeps its train.keep_checkpoints newest")
     elif fault := find_fault(checkpoint):
         raise UserError(
             f"{checkpoint} is neither a run folder nor a sound checkpoint ({fault}); give a "

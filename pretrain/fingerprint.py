@@ -21,6 +21,11 @@ from pretrain.optim import learning_rate
 SCHEMA = 4
 """Schema 1 held every field of the config; schema 2 is of runs that replaced masked words whole,
 and 3 of runs that split and cut sentences from their start alone under the objective `sop`."""
+OTHERS = {  # what is said of hashes that differ
+    "data_sha256": "the data are others (data_sha256)",
+    "vocab_sha256": "the vocabulary is another (vocab_sha256)",
+    "init_from_sha256": "init_from is another folder, or has other weights (init_from_sha256)",
+}
 MODEL = (
     "architecture",
     "hidden_size",
@@ -149,7 +154,7 @@ def check_fingerprint(
     settings differ.
     """
     changed = [
-        f"{name} was {saved.get(name)!r}, is {value!r}"
+        OTHERS.get(name, f"{name} was {saved.get(name)!r}, is {value!r}")
         for name, value in wanted.items()
         if name not in ("schema", "phases") and saved.get(name) != value
     ]
@@ -208,7 +213,10 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
                 yield f"{name}{sections.get(key, key)} was {phase[key]!r}, is {wanted[i][key]!r}"
     for i, phase in enumerate(wanted[begun:], begun):
         if phase["start"] < step:
-            yield f"phase {i}: it is new, and would have begun at step {phase['start']:,}"
+            yield (
+                f"phase {i}: it is new, and would have begun at step {phase['start']:,} of the "
+                f"{step:,} that are done"
+            )
 
 
 def rate_at(fingerprint: dict, step: int) -> float:

@@ -33,7 +33,7 @@ def load_export(folder: Path) -> PretrainingModel:
     check(
         not missing,
         f"no exported model in {folder}, {' and '.join(missing[:2])} missing; python -m pretrain "
-        "makes one, and python -m pretrain.export exports any checkpoint",
+        f"makes one, and python -m pretrain.export exports any checkpoint{name_export(folder)}",
     )
     settings = read_settings(folder)
     model = ModelConfig(**read_hf_config(settings, folder / "config.json"))
@@ -59,6 +59,12 @@ def load_export(folder: Path) -> PretrainingModel:
         raise UserError(
             f"{folder / 'model.safetensors'} is not of the model in config.json: {reason}"
         ) from None
+
+
+def name_export(folder: Path) -> str:
+    """Name the export in a folder that is none itself, such as that of a run, for a message."""
+    inner = folder / "export"
+    return f"; {inner} is one" if (inner / "config.json").exists() else ""
 
 
 def check_settings(folder: Path) -> None:

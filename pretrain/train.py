@@ -357,10 +357,10 @@ def finish(run: Run, record: Record) -> None:
         if why_not:
             stop_all(why_not, run.accelerator)
         if run.main:
+            seconds = time.perf_counter() - record.left.began
             checkpoint = newest_checkpoint(run_dir / "checkpoints")
             export_checkpoint(checkpoint, run.config, run_dir / "export")
             refresh_report(run_dir, print)
-            seconds = time.perf_counter() - record.left.began
             describe_end(run_dir, state["step"], seconds, state["evaluation"])
 
 

@@ -16,7 +16,7 @@ from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from pretrain.families import longest_sequence
-from pretrain.read_export import load_encoder, load_pretrained, unusable
+from pretrain.read_export import load_encoder, load_pretrained, name_export, unusable
 
 BATCH = 64  # texts of about equal length in one pass
 
@@ -51,7 +51,10 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
         raise UserError(
             "transformers is not installed; install it: pip install -e '.[hf]'"
         ) from None
-    check((model_dir / "config.json").exists(), f"no exported model in {model_dir}")
+    check(
+        (model_dir / "config.json").exists(),
+        f"no exported model in {model_dir}{name_export(model_dir)}",
+    )
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     tokenizer = load_pretrained(AutoTokenizer, model_dir)

@@ -48,7 +48,7 @@ from data_pipeline.config import check
 from pretrain.families import longest_sequence, read_settings
 from pretrain.model_card import project_version
 from pretrain.processes import choose_precision
-from pretrain.read_export import load_pretrained
+from pretrain.read_export import load_pretrained, name_export
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a frozen model's head
 TITLES = {"pretrained": "pretrained", "random": "random weights", "bow": "bag of words"}
@@ -140,7 +140,8 @@ def check_settings(args: argparse.Namespace) -> None:
     path = args.model / "config.json"
     check(
         path.exists() and (args.model / "tokenizer.json").exists(),
-        f"no exported model in {args.model}; python -m pretrain.export makes one",
+        f"no exported model in {args.model}; python -m pretrain.export makes one"
+        + name_export(args.model),
     )
     longest = longest_sequence(read_settings(args.model))
     longest -= longest % LENGTH_MULTIPLE  # to which sequences are padded

@@ -136,7 +136,9 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     """Read the vocabulary in `folder/vocab.txt`; raises `UserError` if there is none."""
     path = folder / "vocab.txt"
     if not path.exists():
-        raise UserError(f"no vocabulary at {path}; make one: python -m data_pipeline CONFIG")
+        raise UserError(
+            f"no vocabulary at {path.absolute()}; make one: python -m data_pipeline CONFIG"
+        )
     data = read_file(path)
     try:
         pieces = data.decode("utf-8").split("\n")[:-1]

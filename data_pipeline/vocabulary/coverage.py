@@ -144,7 +144,8 @@ def print_report(report: dict) -> None:
     if warning := describe_accents(report["accents"]):
         print(red(f"warning: {warning}"))
     print(f"vocabulary: {report['size']:,} pieces, {report['distinct_words']:,} distinct words")
-    print(f"  longest new pieces: {' '.join(report['longest_pieces']) or 'none'}")
+    if report["longest_pieces"]:
+        print(f"  longest new pieces: {' '.join(report['longest_pieces'])}")
     if report["words_too_long"]:
         print(f"  words too long to be more than [UNK]: {report['words_too_long']:,}")
     if report["counts_too_small_by_at_most"]:

@@ -199,7 +199,7 @@ def test_a_run_starts_there_resumes_and_says_so(
     weights = load_file(tmp_path / "moved/model.safetensors")
     weights["bert.embeddings.LayerNorm.bias"] += 1
     save_file(weights, tmp_path / "moved/model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="init_from_sha256 was"):
+    with pytest.raises(UserError, match="init_from is another folder, or has"):
         train_here(prepared, tmp_path / "b", *here, "train.max_steps=4", "train.extend=true")
 
 
