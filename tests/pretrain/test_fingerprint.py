@@ -146,9 +146,7 @@ def test_what_changes_them_is_refused_by_name_even_with_extend(override: str, na
 
 @pytest.mark.parametrize("name", ["vocab_sha256", "data_sha256", "train.precision"])
 def test_another_vocabulary_text_or_precision_is_refused(name: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"{name} was 'another'|another \({name}|others \({name}"
-    ):
+    with pytest.raises(UserError, match=rf"{name} was 'another'|another \({name}|others \({name}"):
         check(fingerprint() | {name: "another"}, fingerprint(), extend=True)
 
 
