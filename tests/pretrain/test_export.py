@@ -475,10 +475,11 @@ def test_sources_may_be_named_from_inside_the_run(
 
 
 def test_a_wrong_folder_is_an_error_of_one_line(tmp_path, monkeypatch, capsys) -> None:
-    for source in (tmp_path, tmp_path / "missing"):
+    unsound, none = "neither a run folder nor a sound checkpoint", "there is no"
+    for source, said in ((tmp_path, unsound), (tmp_path / "missing", none)):
         with pytest.raises(SystemExit, match="2"):
             run_cli(monkeypatch, source, tmp_path / "out")
-        assert_one_line_error(capsys, str(source), "neither a run folder nor a sound checkpoint")
+        assert_one_line_error(capsys, str(source), said)
     assert not (tmp_path / "out").exists()
 
 
