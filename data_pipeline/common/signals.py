@@ -88,4 +88,5 @@ def outlive_readers() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is not None:  # else it is closed
             output = io.BufferedWriter(Lasting(number, "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(output, "utf-8", line_buffering=True))
+            how = ("utf-8", "backslashreplace")  # a name of a file may be no text
+            setattr(sys, name, io.TextIOWrapper(output, *how, line_buffering=True))
