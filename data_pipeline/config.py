@@ -109,8 +109,8 @@ class SourceConfig:
         check(self.builtin in (None, "python-docs"), f"{key}.builtin {self.builtin!r}: python-docs")
         check(
             re.fullmatch(r"[a-z]{2,3}(-\w+)*", self.language) is not None,
-            f"{key}.language is {self.language!r}; give an ISO 639 code, in quotes as 'no', YAML's "
-            "false",
+            f"{key}.language is {self.language!r}; give an ISO 639 code such as en or zh; no is "
+            "false in YAML, so put it in quotes",
         )
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         check_choice(f"{key}.on_bad_row", self.on_bad_row, ("stop", "skip"))

@@ -30,6 +30,10 @@ LINE = {"step": COUNT, "fillings?": [{"sentence": str, "masks": list}]}  # shape
 METRICS = {str: (None, float)}  # shape of those of its values whose name has a slash
 
 
+def is_evaluation(line: dict) -> bool:
+    return any(name.startswith("eval/") for name in line)
+
+
 class Tracker:
     """Append metrics to `run_dir/metrics.jsonl`, and start their report to wandb, if asked for.
 
@@ -40,11 +44,9 @@ class Tracker:
     def __init__(self, run_dir: Path, step: int, reports: bool, is_due: bool = False):
         self.path = run_dir / "metrics.jsonl"
         lines, damaged = sort_lines(self.path)
-        kept = [
-            line
-            for line in lines
-            if line["step"] < step + (not is_due or not any(n.startswith("eval/") for n in line))
-        ]
+        kept = [line for line in lines if line["step"] <= step]
+        if is_due:  # the evaluation of the last step is made again
+            kept = [line for line in kept if line["step"] < step or not is_evaluation(line)]
         if damaged:
             aside = self.path.with_name(self.path.name + ".damaged")
             with open(aside, "ab") as file:

@@ -85,8 +85,8 @@ def cut(sentence: str) -> Iterator[str]:
     while start < len(sentence):
         end = start + MAX_CHARACTERS
         if end < len(sentence):
-            spaces = [i for i in range(end - 1, start, -1) if sentence[i].isspace()][:1]
-            end = spaces[0] + 1 if spaces else end
+            places = range(end - 1, start, -1)
+            end = next((i + 1 for i in places if sentence[i].isspace()), end)
         part = sentence[start:end]
         if not part.isspace():
             yield part

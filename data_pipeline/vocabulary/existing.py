@@ -29,8 +29,8 @@ NORMALIZER = {
     "lowercase?": FLAG,
     "strip_accents?": FLAG,
     "handle_chinese_chars?": FLAG,
+    "clean_text?": FLAG,
 }
-NORMALIZER["clean_text?"] = FLAG
 TOKENIZER = {
     "model": {
         "type?": str,
