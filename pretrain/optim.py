@@ -68,8 +68,9 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 1 - betas[0])
         torch._foreach_mul_(squares, betas[1])
         torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
-        # correct the bias of both moments towards their initial zeros
-        bias1, bias2 = ((1 - beta ** steps[0].double()).float() for beta in betas)
+        # correct the bias of both moments towards their initial zeros; pair heads may be younger
+        ages = torch.stack(steps).double()
+        bias1, bias2 = ((1 - beta**ages).float().unbind() for beta in betas)
         updates, roots = torch._foreach_div(means, bias1), torch._foreach_div(squares, bias2)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, eps)

@@ -90,8 +90,8 @@ class Dropout(nn.Dropout):
 def dropout_noise(x: Tensor, p: float) -> Tensor:
     """Draw the factors that dropout multiplies `x` by: 0 with probability p, else 1 / (1 - p).
 
-    Uses 16 random bits per element, so p is rounded to a multiple of 1 / 65,536; the scale is exact
-    for the rounded p. Returns a tensor with the shape and dtype of `x`.
+    Uses 16 random bits per element, so p is rounded to a multiple of 1 / 65,536; the scale is that
+    of the rounded p, in the dtype of `x`. Returns a tensor with the shape and dtype of `x`.
     """
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     bits = bits.view(torch.int16)[: x.numel()].view(x.shape)

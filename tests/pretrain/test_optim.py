@@ -221,6 +221,28 @@ def test_five_steps_are_those_of_lamb_written_out() -> None:
     assert zero.any() and not still.any()
 
 
+def test_a_parameter_that_lamb_meets_late_moves_as_in_a_new_run() -> None:
+    """As the pair heads do where pairs begin after a phase of single segments."""
+    late, fresh = build_model(), build_model()
+    heads = ["pooler.weight", "pooler.bias", "nsp.weight", "nsp.bias"]
+    start = {name: fresh.get_parameter(name).detach().clone() for name in heads}
+    train = replace(TRAIN, optimizer="lamb")
+    lambs = [build_optimizers(model, train)[0] for model in (late, fresh)]
+    for step in range(50):
+        fill_gradients(late, seed=step)
+        for name in heads:
+            late.get_parameter(name).grad = None
+        lambs[0].step()
+    for step in range(3):
+        for model, lamb in zip((late, fresh), lambs, strict=True):
+            fill_gradients(model, seed=step)
+            lamb.step()
+    for name in heads:
+        moved = late.get_parameter(name)
+        assert not torch.equal(moved, start[name])
+        torch.testing.assert_close(moved, fresh.get_parameter(name), rtol=1e-6, atol=0)
+
+
 def test_lamb_moves_a_matrix_by_the_learning_rate_times_its_norm() -> None:
     model = build_model()
     (lamb,) = build_optimizers(model, replace(TRAIN, optimizer="lamb"))
