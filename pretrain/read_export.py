@@ -1,5 +1,6 @@
 """Read an exported folder, which somebody else may have changed."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ def load_pretrained(loader: type, folder: Path, **options) -> Any:
         return loader.from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:
         raise unusable(folder, error) from None
+
+
+def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> None:
+    """Check that the model has an embedding for each id that its tokenizer gave.
+
+    Raises `UserError` that shows the token, which its files name beside those of the vocabulary.
+    """
+    highest, rows = max(map(max, sequences)), read_settings(folder).get("vocab_size")
+    check(
+        rows is None or highest < rows,
+        f"{folder}: its tokenizer gives {tokenizer.convert_ids_to_tokens(highest)!r} the id "
+        f"{highest:,}, and the model has {rows:,} embeddings; export or copy it again",
+    )
 
 
 def load_encoder(loader: type, folder: Path, uses_pooler: bool, **options) -> Any:

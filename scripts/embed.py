@@ -16,7 +16,7 @@ from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from pretrain.families import longest_sequence
-from pretrain.read_export import load_encoder, load_pretrained, name_export, unusable
+from pretrain.read_export import check_ids, load_encoder, load_pretrained, name_export, unusable
 
 BATCH = 64  # texts of about equal length in one pass
 
@@ -58,6 +58,8 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     tokenizer = load_pretrained(AutoTokenizer, model_dir)
+    sequences = tokenizer(texts)["input_ids"]
+    check_ids(tokenizer, sequences, model_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_encoder(AutoModel, model_dir, pool == "pooler", dtype=torch.float32)
     model = model.eval().to(device)
@@ -79,7 +81,7 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
             )
     except Exception as error:
         raise unusable(model_dir, error) from None
-    lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    lengths = [len(ids) for ids in sequences]
     if cut := sum(length > longest for length in lengths):
         print(f"warning: {cut:,} texts cut to {longest:,} tokens", file=sys.stderr)
     order, vectors = np.argsort(lengths, kind="stable"), None

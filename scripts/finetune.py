@@ -48,7 +48,7 @@ from data_pipeline.config import check
 from pretrain.families import longest_sequence, read_settings
 from pretrain.model_card import project_version
 from pretrain.processes import choose_precision
-from pretrain.read_export import load_pretrained, name_export
+from pretrain.read_export import check_ids, load_pretrained, name_export
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a frozen model's head
 TITLES = {"pretrained": "pretrained", "random": "random weights", "bow": "bag of words"}
@@ -196,6 +196,7 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
     tokenizer, splits = load_pretrained(AutoTokenizer, args.model), {}
     for name, part in examples.items():
         units = task.encode(part, tokenizer, args.max_length)
+        check_ids(tokenizer, (ids for unit in units for ids, _ in unit.sequences), args.model)
         judged = [] if name == "train" else units  # `judge_network` draws the others
         splits[name] = Split(part, units, sorted_batches(judged, 4 * args.batch_size, device))
         full = sum(unit.length == args.max_length for unit in units) / len(units)

@@ -658,6 +658,14 @@ def test_a_model_of_any_number_of_positions_is_judged(
     assert found["settings"]["max_length"] == 24 and found["settings"]["max_train"] is None
 
 
+def test_a_token_without_an_embedding_is_named(exported, tasks, tmp_path, monkeypatch) -> None:
+    shutil.copytree(exported, tmp_path / "model")
+    path = tmp_path / "model/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sep_token": "<new>"}))
+    with pytest.raises(UserError, match=r"gives '<new>' the id [\d,]+, and the model has .* embed"):
+        run(monkeypatch, tmp_path / "model", "classification", tasks, tmp_path / "out")
+
+
 def test_an_unknown_label_is_one_line(exported, tasks, tmp_path) -> None:
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\nx\t7\n")
     command = [sys.executable, ROOT / "scripts/finetune.py", "--model", exported, "--task"]
