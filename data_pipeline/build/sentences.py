@@ -11,6 +11,8 @@ LONGEST_FRAGMENT = 12  # anything with more characters counts as a sentence
 NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # the number of a list item: "1. ", "(2)", "3.1. "
 # a space beyond ASCII before a full stop; after an initial, "B\xa0.", sentencex 1.0.32 panics
 WIDE_SPACE = re.compile(r"\s*[^\S\x00-\x7f]\s*(?=\.)")
+# what goes on with a sentence after "approx.", but not after a full stop of Chinese or Japanese
+AFTER_STOP = re.compile(r"([。！？｡][”’」』]*)[0-9a-z]")
 
 
 def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[str], list[str]]:
@@ -26,10 +28,11 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     import sentencex
 
     def split(paragraph: str) -> list[str]:
-        parts = () if paragraph.isascii() else paragraph.split(".")
-        if not any(part[-1:] > "\x7f" and part[-1:].isspace() for part in parts):
+        if paragraph.isascii():
             return join_fragments(sentencex.segment(language, paragraph))
-        plain = WIDE_SPACE.sub(lambda match: " " * len(match[0]), paragraph)
+        plain = AFTER_STOP.sub(r"\1A", paragraph)
+        if any(part[-1:] > "\x7f" and part[-1:].isspace() for part in plain.split(".")):
+            plain = WIDE_SPACE.sub(lambda match: " " * len(match[0]), plain)
         ends = accumulate(map(len, sentencex.segment(language, plain)), initial=0)
         return join_fragments([paragraph[a:b] for a, b in pairwise(ends)])
 

@@ -67,6 +67,17 @@ def test_sentences_end_where_a_reader_says():
     ]
 
 
+@pytest.mark.parametrize("stop", "。！？｡")
+@pytest.mark.parametrize("after", ["2010年", "python", "很好", "Linux", "2.5分"])
+def test_a_wide_full_stop_ends_a_sentence_whatever_comes_after_it(stop: str, after: str):
+    split, first = sentence_splitter("zh"), f"他去了{stop}"
+    assert split(f"{first}{after}，再来") == [first, f"{after}，再来"]
+    said = f"他说：“好{stop}”"
+    assert split(f"{said}{after}，再来") == [said, f"{after}，再来"]
+    quotation = f"他说：“好{stop}{after}，再来”"
+    assert split(quotation) == [quotation]
+
+
 @pytest.mark.parametrize(
     ("language", "paragraph", "sentences"),
     [
@@ -80,6 +91,7 @@ def test_sentences_end_where_a_reader_says():
         ("zh", "3．本法自公布之日起施行。", ["3．本法自公布之日起施行。"]),
         ("zh", "很好吃。（2）. 下次还来。", ["很好吃。", "（2）. 下次还来。"]),
         ("en", "12. 13.", ["12. 13."]),
+        ("zh", "1.安装软件。2.运行程序。", ["1.安装软件。", "2.运行程序。"]),
     ],
 )
 def test_what_has_no_letter_is_no_sentence(language: str, paragraph: str, sentences: list[str]):
