@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# From raw text to a filled [MASK]: bash scripts/quickstart.sh [FILE...]
+# From raw text to a filled [MASK]: bash scripts/quickstart.sh [FILE...] [key=value...]
 # Without FILEs it trains on the prose of the installed Python packages; with FILEs, on those.
-# OVERRIDES="key=value ..." changes fields of configs/quickstart.yaml.
+# key=value changes a field of configs/quickstart.yaml.
 set -euo pipefail
-files=()
-for file in "$@"; do files+=("$(realpath -- "$file")"); done
+files=() overrides=()
+for word in "$@"; do
+    if [[ $word =~ ^[a-z0-9_.]+= && ! -e $word ]]; then overrides+=("$word"); else files+=("$(realpath -- "$word")"); fi
+done
 EXTRAS=hf
 source "$(dirname "$0")/setup.sh"
 
-read -ra overrides <<<"${OVERRIDES-}"
 if [ ${#files[@]} -gt 0 ]; then
     name=quickstart-$(printf '%s\n' "${files[@]}" | cksum | cut -d' ' -f1)
     list=$(printf '"%s",' "${files[@]}")

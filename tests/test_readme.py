@@ -62,8 +62,8 @@ def commands() -> list[str]:
 def test_quickstart_goes_from_a_file_to_a_filled_mask(prepared: Path) -> None:
     assert "bash scripts/quickstart.sh" in commands()
     before = {path for name in ("data", "runs") for path in (ROOT / name).glob("*")}
-    line = f"bash scripts/quickstart.sh {prepared}/topics.txt"
-    done = shell(line, OVERRIDES=SMALL, PYTHON=sys.executable)
+    line = f"bash scripts/quickstart.sh {prepared}/topics.txt {SMALL}"
+    done = shell(line, PYTHON=sys.executable)
     for name in ("data", "runs"):
         for path in set((ROOT / name).glob("*")) - before:  # named after the file
             shutil.rmtree(path)

@@ -37,7 +37,7 @@ from data_pipeline.build.identity import (
 from data_pipeline.build.probes import read_pairs, write_probes
 from data_pipeline.build.sentences import sentence_splitter
 from data_pipeline.build.workers import Task, run_tasks
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, red
 from data_pipeline.common.folders import (
     check_space,
     claim_folder,
@@ -76,6 +76,10 @@ DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data
 DATA_FILES += (PROBES_FILE, CHECKED_FILE)
 MOST_BAD = 0.01  # share of bad rows of a source that may be skipped
 DISK_SHARE = 1.5  # bytes of disk per byte of text, at least: English takes 2.1, Chinese 3.3
+CHINESE = (
+    "most of it is Chinese, and its language is {}; set corpus.language=zh, and "
+    "corpus.word_segmenter=segmenter, by which whole words are masked in place of characters"
+)
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 
@@ -259,7 +263,9 @@ def join_words(work: Work) -> None:
         raise UserError(f"{names}: {error}") from None
     kept, whole = len(work.existing), work.whole
     report = report_vocabulary(pieces, kept, counts, unseen, work.vocab, whole is not None)
-    report["accents"] = {} if whole else measure_accents(sample_text(work), work.vocab)
+    sources = range(len(work.corpus.each_source()))
+    sample = chain.from_iterable(sample_source(work, i, SAMPLE) for i in sources)
+    report["accents"] = {} if whole else measure_accents(sample, work.vocab)
     with sealed_folder(work.vocab_dir) as folder:
         if whole:
             write_whole(folder, whole)
@@ -267,18 +273,28 @@ def join_words(work: Work) -> None:
             write_tokenizer(folder, pieces, work.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
+    for i, source in enumerate(work.corpus.each_source()):
+        sample = "".join(sample_source(work, i, SAMPLE // 16))
+        if source.language != "zh" and is_chinese(sample):
+            print(red(f"warning: {name_source(source)}: {CHINESE.format(source.language)}"))
     print_report(report)
 
 
-def sample_text(work: Work) -> Iterator[str]:
-    """Yield documents from the start of each source, up to `SAMPLE` characters of it."""
-    for i, source in enumerate(work.corpus.each_source()):
-        chunks, size = [chunk for chunk in work.chunks if chunk.source == i], 0
-        for document in chain.from_iterable(read_documents(c, source, Rejects()) for c in chunks):
-            yield document[: SAMPLE - size]
-            size += len(document)
-            if size >= SAMPLE:
-                break
+def sample_source(work: Work, i: int, characters: int) -> Iterator[str]:
+    """Yield documents from the start of source `i`, up to so many characters of it."""
+    source = work.corpus.each_source()[i]
+    chunks = (chunk for chunk in work.chunks if chunk.source == i)
+    for document in chain.from_iterable(read_documents(c, source, Rejects()) for c in chunks):
+        yield document[:characters]
+        characters -= len(document)
+        if characters <= 0:
+            break
+
+
+def is_chinese(text: str) -> bool:
+    """Tell whether most letters are Chinese characters, and few are Japanese ones."""
+    chinese, kana = (len(re.findall(f"[{letters}]", text)) for letters in ("一-鿿", "ぁ-ヿ"))
+    return 2 * chinese > sum(map(str.isalpha, text)) and 10 * kana < chinese
 
 
 def plan_encoding(work: Work) -> Plan:

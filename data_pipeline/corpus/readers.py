@@ -120,6 +120,8 @@ def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: by
     with open_bytes(path) as file:
         head = read(file, 8, path)
     looks = guess(head, seen)
+    if looks == "UTF-8 with errors" and codecs.lookup(source.encoding).name != "utf-8":
+        looks = "encoding=utf-8"
     advice = f"it looks like {looks.removeprefix('encoding=')}: "
     if looks.startswith("encoding="):
         advice += f"set corpus.{looks}"
@@ -128,7 +130,7 @@ def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: by
     elif looks == "UTF-8 with errors":
         advice += "mend the file, or set corpus.errors=replace"
     else:
-        advice += "take it out of corpus.files, or set corpus.encoding or corpus.errors=replace"
+        advice += "take it out of corpus.files, or set corpus.encoding"
     return UserError(f"{path}: byte {offset} is not {source.encoding} ({reason}); {advice}")
 
 

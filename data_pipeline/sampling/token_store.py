@@ -411,6 +411,8 @@ def held_out_shortfall(manifest: dict) -> str | None:
     # up to a fifth changes nothing, because a small corpus has that much held out in any case
     fraction = manifest.get("settings", {}).get("corpus.held_out_fraction", 0.01)
     advice = f"add text, or raise corpus.held_out_fraction above {max(fraction, 0.2):g}"
+    if any(source["layout"] == "file" for source in manifest.get("sources", [])):
+        advice += "; a file is one document here: corpus.layout=line makes one of each line"
     return (
         f"{found}; losses on held-out text need {HELD_OUT_DOCUMENTS} documents and "
         f"{HELD_OUT_TOKENS:,} tokens to be trusted; "

@@ -112,6 +112,10 @@ def read_existing(vocab: VocabConfig) -> list[str]:
         pieces = listed
     missing = Vocabulary.of(pieces).lost()
     check(not missing, f"{path} lacks {' '.join(missing)}; a BERT vocabulary has all five")
+    check(
+        len(Vocabulary.of(pieces).ordinary),
+        f"{path} has no piece but the special tokens; save the tokenizer again, from its vocab.txt",
+    )
     more = ", and vocab.extend=N to add N pieces of the corpus" if is_berts(tokenizer) else ""
     check(
         vocab.size in (None, len(pieces)),

@@ -388,6 +388,7 @@ def manifest_of(documents: int, tokens: int, **settings) -> dict:
             manifest_of(0, 0, **{"corpus.held_out_fraction": 0}),
             "; raise corpus.held_out_fraction, to 0.01 for",
         ),
+        (manifest_of(1, 7) | {"sources": [{"layout": "file"}]}, "corpus.layout=line makes one of"),
         ({"held_out": {"documents": 1, "tokens": 7}}, "need 50 documents and 20,000 tokens to be"),
     ],
 )

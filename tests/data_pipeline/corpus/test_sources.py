@@ -185,6 +185,13 @@ def test_another_encoding_is_recognised_and_read_when_said(tmp_path: Path, looks
     assert read == text.split("\n")[:-1]
 
 
+def test_utf_8_that_is_read_as_another_encoding_is_recognised(tmp_path: Path):
+    """Where some files of a folder are in one and some in the other."""
+    (tmp_path / "a.txt").write_bytes(CHINESE.encode())
+    with pytest.raises(UserError, match=r"not gb18030 .* looks like utf-8: set corpus.enc"):
+        read_all(CorpusConfig(files=str(tmp_path / "a.txt"), layout="line", encoding="gb18030"))
+
+
 @pytest.mark.parametrize(
     "data, message",
     [

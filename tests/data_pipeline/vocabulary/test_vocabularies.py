@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.build.prepare import prepare
+from data_pipeline.build.prepare import is_chinese, prepare
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import (
     CorpusConfig,
@@ -229,6 +229,12 @@ def change_text(old: str, new: str):
     return change
 
 
+def only_special_tokens(folder: Path) -> None:
+    """As transformers saves a tokenizer whose vocab_file it has ignored."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in SPECIAL_TOKENS))
+
+
 def japanese(folder: Path) -> None:
     """As the models of cl-tohoku are: `vocab.txt`, and code that splits words."""
     (folder / "tokenizer.json").unlink()
@@ -253,6 +259,7 @@ ADDED = [{"id": len(OLD), "content": "covid"}]
         (change_json("tokenizer_config.json", "do_lower_case", to=False), {}, "lowercase false"),
         (change_text("[CLS]\n", ""), {}, r"lacks \[CLS\]; a BERT"),
         (change_text("[CLS]\n", "<s>\n"), {}, "put its tokenizer.json beside it"),
+        (only_special_tokens, {}, "no piece but the special tokens; save the tokenizer again"),
         (japanese, {}, "splits words by mecab, in code of transformers"),
         (change_text("the\n", "\n"), {}, r"line \d+ is empty"),
         (change_text("the\n", "a\n"), {}, r"'a' on line 105 and on line \d+"),
@@ -457,3 +464,23 @@ def test_preparation_warns_of_words_that_lose_their_accents(tmp_path, capsys) ->
         assert ("schön becomes schon" in capsys.readouterr().out) == bool(strips)
         settings = json.loads((tmp_path / str(strips) / "vocab/tokenizer_config.json").read_text())
         assert settings["strip_accents"] is bool(strips)
+
+
+def test_preparation_warns_of_chinese_that_is_called_something_else(tmp_path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("他去了北京，回来了。\n\n" * 200, encoding="utf-8")
+    for language in ("en", "zh"):
+        files = [str(tmp_path / "a.txt")]
+        corpus = CorpusConfig(files=files, language=language, deduplicate=False)
+        data_dir, vocab = str(tmp_path / language), VocabConfig(size=14)
+        prepare(DataConfig(data_dir=data_dir, corpus=corpus, vocab=vocab), workers=1)
+        warning = "a.txt: most of it is Chinese, and its language is en; set corpus.language=zh"
+        assert (warning in capsys.readouterr().out) == (language == "en")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("他去了北京。", True), ("What does 好 mean?", False), ("彼は東京へ行った。", False)]
+    + [("日本国憲法はこれを認める", False), ("C++，一九八五年", True), ("2026: 2.5 %", False)],
+)
+def test_chinese_is_told_from_texts_with_chinese_characters(text: str, wanted: bool) -> None:
+    assert is_chinese(text) == wanted
