@@ -159,13 +159,14 @@ def score_by_frequency(sentences: list[list[int]], counts: np.ndarray) -> np.nda
 
 
 def prefers_good(scores: np.ndarray) -> np.ndarray:
-    """Tell where the good sentence scores higher: 1, where the bad one does: 0; 0.5 for a tie.
+    """Tell where the good sentence scores higher: 1, where the bad one does: 0; 0.5 for a tie, and
+    NaN where a score is none.
 
     scores: (2 x pairs,), of all good sentences and then of all bad ones.
     Returns float64 (pairs,).
     """
     good, bad = np.split(scores, 2)
-    return (good > bad) + 0.5 * (good == bad)
+    return np.where(np.isnan(good + bad), np.nan, (good > bad) + 0.5 * (good == bad))
 
 
 def by_phenomenon(paradigms: list[tuple[str, str, str]], right: np.ndarray) -> dict:

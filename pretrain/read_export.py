@@ -1,12 +1,13 @@
 """Read an exported folder, which somebody else may have changed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.reading import check_regular, read_json
@@ -124,6 +125,7 @@ def load_encoder(loader: type, folder: Path, uses_pooler: bool, **options) -> An
     missing = sorted(n for n in report["missing_keys"] if uses_pooler or "pooler" not in n)
     advice = "use --pool cls" if missing and "pooler" in missing[0] else "export the model again"
     check(not missing, f"{folder} has no weights for {', '.join(missing[:3])}; {advice}")
+    check_finite(model.state_dict(), folder)
     return model
 
 
@@ -150,8 +152,15 @@ def read_model(folder: Path) -> PretrainingModel:
         model = PretrainingModel(config, pieces, (head,))
     for name, part in model.parts().items():
         weights = load_file(folder / name / "model.safetensors")
+        check_finite(weights, folder / name)
         part.load_state_dict(family.from_hf(weights, part.state_dict()))
     return model.eval()
+
+
+def check_finite(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise `UserError` if a weight is NaN or infinite: every figure would be wrong, in silence."""
+    sick = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    check(not sick, f"{folder}: {', '.join(sick[:2])} is not finite; export or copy it again")
 
 
 def check_weights(folder: Path) -> None:

@@ -7,6 +7,7 @@ is drawn from the run folders alone.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from data_pipeline.common.errors import run_command
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, format_short, render_template
+from data_pipeline.config import check
 from data_pipeline.sampling.token_store import read_vocabulary
 from pretrain.checkpoint import list_checkpoints, step_of
 from pretrain.config import Config
@@ -104,7 +106,7 @@ def list_warnings(run: RunRecord) -> list[str]:
 def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """List (what, value, what to compare it with) of the newest evaluation and log line."""
     newest = {name: points[-1] for name, points in run.columns.items()}
-    judged = newest.get("eval/mlm_loss", (0, 0.0))[0]
+    judged = max((line["step"] for line in run.lines if "eval/mlm_loss" in line), default=0)
     newest = {
         name: value
         for name, (step, value) in newest.items()
@@ -143,8 +145,8 @@ def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 def list_differences(runs: list[RunRecord]) -> list[str]:
     """Describe, for each run, the settings in which the runs differ."""
     flat = [flatten(asdict(run.config)) for run in runs]
-    names = [name for name in flat[0] if name != "run_dir"]
-    names = [name for name in names if any(other.get(name) != flat[0][name] for other in flat)]
+    names = dict.fromkeys(name for one in flat for name in one if name != "run_dir")
+    names = [name for name in names if any(one.get(name) != flat[0].get(name) for one in flat)]
     return [", ".join(f"{name} {one.get(name)}" for name in names) for one in flat]
 
 
@@ -152,8 +154,8 @@ def flatten(section: dict, prefix: str = "") -> dict:
     """Flatten nested sections to {"train.learning_rate": ...}."""
     flat = {}
     for name, value in section.items():
-        inner = flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {}
-        flat |= inner or {f"{prefix}{name}": value}
+        is_section = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
     return flat
 
 
@@ -298,7 +300,8 @@ def draw_metrics(
     for heading, members in groups:
         lines = [Line(name, run.curve(m), i) for i, (name, run, m) in enumerate(members)]
         if any(line.points for line in lines):
-            lines += draw_baselines(runs, baselines or {})
+            if members[0][2] == next(iter(metrics)):  # a baseline is that of the first metric
+                lines += draw_baselines(runs, baselines or {})
             charts.append(draw_chart(heading, unit, lines, x_unit="tokens", **options))
     return charts
 
@@ -313,9 +316,15 @@ def list_fillings(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
     found: dict[str, list[tuple[int, str]]] = {}
     for line in (lines[i] for i in places):
         for filling in line["fillings"]:
-            masks = (", ".join(f"{word} {p:.0%}" for word, p in mask) for mask in filling["masks"])
+            masks = (", ".join(map(say_filling, mask)) for mask in filling["masks"])
             found.setdefault(filling["sentence"], []).append((line["step"], "; ".join(masks)))
     return list(found.items())
+
+
+def say_filling(filling: tuple[str, float | None]) -> str:
+    """Write a token and its probability, which is null of a model whose scores are not finite."""
+    word, p = filling
+    return f"{word} {math.nan if p is None else p:.0%}"
 
 
 def find_neighbours(run: RunRecord) -> dict | None:
@@ -410,6 +419,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     out = args.out or args.run_dirs[0] / PAGES[len(args.run_dirs) > 1]
+    check(not out.is_dir(), f"--out {out} is a folder; name a file in it")
     write_report(args.run_dirs, out)
     print(f"report: {out}")
 

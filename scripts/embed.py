@@ -82,6 +82,9 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
     except Exception as error:
         raise unusable(model_dir, error) from None
     lengths = [len(ids) for ids in sequences]
+    specials = tokenizer.num_special_tokens_to_add()
+    empty = [number for number, length in enumerate(lengths, 1) if length <= specials]
+    check(not empty, f"text {empty[:1] and empty[0]} has no token in this vocabulary; remove it")
     if cut := sum(length > longest for length in lengths):
         print(f"warning: {cut:,} texts cut to {longest:,} tokens", file=sys.stderr)
     order, vectors = np.argsort(lengths, kind="stable"), None
@@ -122,6 +125,7 @@ def main() -> None:
         raise UserError(f"{name} is not UTF-8 at byte {error.start:,}; convert it") from None
     empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
     check(not empty, f"line {empty[:1] and empty[0]} of {name} is empty; a line is a text")
+    check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     vectors = embed(args.model, texts, args.pool, args.center)
     with open(args.out, "wb") as file:  # np.save would append .npy to other names

@@ -88,6 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     check(args.limit is None or args.limit > 0, f"--limit {args.limit}: wanted 1 or more")
     if args.out:
+        check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
         args.out.parent.mkdir(parents=True, exist_ok=True)
     pairs = read_pairs(args.data, args.limit)
     results = measure(args.model, pairs, args.within_word, args.store)

@@ -173,6 +173,44 @@ def test_the_figures_are_those_of_one_evaluation(tmp_path: Path) -> None:
     assert "pairs right" not in page_of(write_run(tmp_path, lines).run_dir).text
 
 
+def test_a_loss_that_is_not_finite_stands_beside_no_figure_of_an_earlier_evaluation(
+    tmp_path: Path,
+) -> None:
+    lines = [trained(10, 5.0), evaluated(10, 5.0, **{"eval/nsp_accuracy": 0.75})]
+    lines.append(evaluated(20, None, **{"eval/nsp_accuracy": None}))
+    page = page_of(write_run(tmp_path, lines).run_dir)
+    assert "Broken" in page.text and "pairs right" not in page.text
+    assert "Best held-out loss so far: 5.000 at step 10." in page.text
+
+
+def test_fillings_of_a_broken_model_are_shown_as_such(tmp_path: Path) -> None:
+    filling = {"sentence": "the [MASK]", "masks": [[["[SEP]", None]]]}
+    lines = [trained(10, 5.0), evaluated(10, None, fillings=[filling])]
+    assert "[SEP] nan%" in page_of(write_run(tmp_path, lines).run_dir).text
+
+
+def test_fields_of_minimal_pairs_are_not_compared_with_the_baseline_of_all(tmp_path: Path) -> None:
+    pairs = {"eval/minimal_pairs": 0.6, "eval/minimal_pairs/syntax": 0.5, report.UNIGRAM_PAIRS: 0.4}
+    lines = [trained(10, 5.0), evaluated(10, 5.0, **pairs)]
+    page = page_of(*(write_run(tmp_path / name, lines).run_dir for name in "ab"))
+    charts = [c for c in re.findall(r"<figure.*?</figure>", page.source, re.S) if "Minimal" in c]
+    assert [("syntax" in c, "without context" in c) for c in charts] == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_settings_that_one_of_two_runs_has_are_told(tmp_path: Path, order) -> None:
+    corpora = {"files": ["a.txt"]}, {"dataset": {"path": "hub/x"}}
+    runs = []
+    for i in order:
+        write_run(tmp_path / str(i), [trained(10, 5.0)])
+        settings = {"train": {"max_steps": 1000}, "corpus": corpora[i]}
+        (tmp_path / str(i) / "config.yaml").write_text(json.dumps(settings))
+        runs.append(RunRecord(tmp_path / str(i)))
+    found = report.list_differences(runs)
+    assert "corpus.dataset.path hub/x" in found[order.index(1)]
+    assert "corpus.dataset.path None" in found[order.index(0)]
+
+
 def test_the_best_loss_and_the_time_left_are_told(tmp_path: Path) -> None:
     lines = [trained(250, 5.0), evaluated(250, 5.1), trained(500, 4.9), evaluated(500, 5.12)]
     run = write_run(tmp_path, lines)
@@ -270,6 +308,12 @@ def test_the_command_writes_the_page_where_it_is_asked_to(straight: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "2 runs" in (tmp_path / "both.html").read_text(encoding="utf-8")
     assert (copy / "report.html").read_bytes() == one
+
+
+def test_a_folder_as_out_is_refused(straight: Path, tmp_path: Path) -> None:
+    done = run(straight, "--out", tmp_path)
+    said = f"error: --out {tmp_path} is a folder; name a file in it\n"
+    assert (done.returncode, done.stderr) == (2, said) and not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:

@@ -138,6 +138,27 @@ def test_a_text_that_is_too_long_is_cut_and_told(straight, capsys) -> None:
     assert np.array_equal(found[0], found[1])
 
 
+def test_a_weight_that_is_not_finite_is_named(straight, tmp_path) -> None:
+    folder = shutil.copytree(straight / "export", tmp_path / "export")
+    weights = load_file(folder / "model.safetensors")
+    weights["bert.pooler.dense.bias"][0] = torch.inf
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="pooler.dense.bias is not finite"):
+        embed.embed(folder, ["a"], "mean")
+
+
+@pytest.mark.parametrize("text", ["\u200b", "\x01"])
+def test_a_text_without_tokens_is_refused(straight, text) -> None:
+    with pytest.raises(UserError, match="text 2 has no token in this vocabulary; remove it"):
+        embed.embed(straight / "export", ["a", text], "mean")
+
+
+def test_a_folder_as_out_is_refused_before_any_work(straight, tmp_path) -> None:
+    done = run("--model", straight / "export", "--out", tmp_path, input=b"a\n")
+    assert done.returncode == 2 and b"is a folder; name a file in it" in done.stderr
+    assert b"embedding" not in done.stderr and not list(tmp_path.iterdir())
+
+
 def test_cut_weights_are_named(straight, tmp_path) -> None:
     shutil.copytree(straight / "export", tmp_path / "cut")
     os.truncate(tmp_path / "cut/model.safetensors", 1000)

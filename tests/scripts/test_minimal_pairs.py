@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import ROOT
+from safetensors.torch import load_file, save_file
 
 from data_pipeline.build.probes import encode_texts, read_pairs
 from data_pipeline.common.errors import UserError
@@ -98,6 +100,11 @@ def test_a_tie_counts_half() -> None:
     assert prefers_good(np.array([-1.0, -2.0, -3.0, -2.0, -2.0, -2.0])).tolist() == [1, 0.5, 0]
 
 
+def test_a_pair_without_a_score_is_neither_right_nor_wrong() -> None:
+    found = prefers_good(np.array([np.nan, -2.0, -1.0, -1.0, np.nan, -3.0]))
+    assert np.array_equal(found, [np.nan, np.nan, 1], equal_nan=True)
+
+
 def test_means_are_over_the_paradigms_of_a_phenomenon() -> None:
     """A paradigm of many pairs weighs no more than another."""
     small, large, other = ("syntax", "islands", "a"), ("syntax", "islands", "b"), ("m", "n", "c")
@@ -136,6 +143,12 @@ def test_a_limit_below_1_is_refused(tmp_path: Path) -> None:
     data = write_tsv(tmp_path / "a.tsv")
     done = run("--model", tmp_path, "--data", data, "--limit", 0)
     assert (done.returncode, done.stderr) == (2, "error: --limit 0: wanted 1 or more\n")
+
+
+def test_a_folder_as_out_is_refused_before_any_work(tmp_path: Path) -> None:
+    done = run("--model", "nowhere", "--data", "nowhere", "--out", tmp_path)
+    said = f"error: --out {tmp_path} is a folder; name a file in it\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_the_command_measures_a_folder_and_writes_its_results(prepared, straight, tmp_path) -> None:
@@ -194,6 +207,16 @@ def test_what_is_not_there_is_named(tmp_path) -> None:
         (tmp_path / file).write_text("")
     with pytest.raises(UserError, match="config.json has no hidden_size"):
         load_export(tmp_path)
+
+
+def test_a_weight_that_is_not_finite_is_named(straight, tmp_path) -> None:
+    folder = shutil.copytree(straight / "export", tmp_path / "export")
+    weights = load_file(folder / "model.safetensors")
+    name = "bert.encoder.layer.1.output.dense.weight"
+    weights[name][0, 0] = np.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is not finite"):
+        load_export(folder)
 
 
 def test_a_sentence_without_tokens_is_named(straight) -> None:
