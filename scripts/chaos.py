@@ -169,8 +169,10 @@ class Chaos:
         rank = str(rng.randrange(processes) if kind != "disk" else 0)  # rank 0 alone writes
         calls = (whole / "notes" / f"calls-{rank}").read_text().splitlines()
         points = [point for point in points if point in calls]
-        point = points[number // len(choices) % len(points)]
+        point = points[5 * number // len(choices) % len(points)]  # few faults reach far
         call = rng.randint(1, calls.count(point))
+        if kind == "signal" and point == TRAINING[0] and call < calls.count(point):
+            codes = {75}  # after the last step a run may end as it is
         fault = fault.format(stop=STOPS[number % len(STOPS)], size=rng.choice([50_000, 200_000]))
         folder = self.out / f"{kind}-{number}"
         plan = {"point": point, "number": call, "rank": rank, "fault": fault}

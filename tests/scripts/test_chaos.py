@@ -60,6 +60,36 @@ def test_a_kill_is_survived_and_a_fault_that_never_comes_is_no_survivor(runs: ch
     assert chaos.explain(runs.out / "never", runs.reference("kill", 1)) == ""
 
 
+def test_a_signal_that_is_ignored_is_no_survivor(runs: chaos.Chaos, monkeypatch) -> None:
+    others = copy(runs)
+    others.out = runs.out / "ignored"
+    monkeypatch.setitem(chaos.FAULTS, "signal", ("pass", *chaos.FAULTS["signal"][1:]))
+    (one,) = chaos.run_chaos(others, ["signal"], 1, seed=0)
+    assert one["fired"] and one["codes"] == [0, 0] and not one["survived"], one
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"), [("kill", 6), ("signal", 6), ("disk", 4), ("prepare", 3)]
+)
+def test_six_faults_reach_the_steps_the_saves_and_the_page(
+    runs: chaos.Chaos, kind: str, least: int, monkeypatch
+) -> None:
+    for processes in chaos.FAULTS[kind][2]:
+        runs.reference(kind, processes)
+
+    def launch(*_, point: str = "", **plan) -> int:
+        found.append(point)
+        return 0
+
+    found: list[str] = []
+    monkeypatch.setattr(chaos.Chaos, "launch", launch)
+    monkeypatch.setattr(chaos, "explain", lambda *_: "")
+    chaos.run_chaos(runs, [kind], 6, seed=0)
+    assert len({*found} - {""}) >= least
+    if kind in ("kill", "signal"):
+        assert {"pretrain.train:learning_rate", "pretrain.train:refresh_report"} <= {*found}
+
+
 def test_the_code_of_a_rank_is_seen_while_the_first_one_hangs(monkeypatch) -> None:
     monkeypatch.setattr(chaos, "PATIENCE", 1.0)
     began = time.monotonic()
