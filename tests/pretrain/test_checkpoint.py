@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -14,13 +15,14 @@ from safetensors.torch import load_file, save_file
 import pretrain.checkpoint
 import pretrain.train
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.folders import hash_file
+from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.config import load_config
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state, save_checkpoint
 from pretrain.config import Config
 from pretrain.fingerprint import build_fingerprint
 from pretrain.optim import learning_rate
 from pretrain.run_folder import find_start
+from pretrain.tracking import Tracker
 
 
 @pytest.fixture
@@ -341,3 +343,38 @@ def test_files_of_a_run_can_be_read_by_those_whom_the_umask_lets(straight: Path)
     weights = [*straight.rglob("*.safetensors")]
     wanted = (straight / "export/config.json").stat().st_mode
     assert len(weights) > 2 and {path.stat().st_mode for path in weights} == {wanted}
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_moments_that_are_not_finite_are_not_saved(tmp_path: Path, name: str) -> None:
+    """From the next step on they would be in the weights, and in every checkpoint that is kept."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight][name][0, 0] = torch.nan
+    with pytest.raises(UserError, match=f"weight/{name} is not finite at step 3"):
+        save_checkpoint(tmp_path, model, [optimizer], {"step": 3}, keep=1).result()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_power_failure_must_not_take_is_flushed_to_the_disk(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """The files of a checkpoint before its folder is renamed, and the name after it; the files of
+    a store or an export; the record of a run."""
+    flushed = set()  # inodes, which a file keeps when it is renamed
+
+    def note(file) -> None:
+        flushed.add(os.fstat(file if isinstance(file, int) else file.fileno()).st_ino)
+
+    monkeypatch.setattr(os, "fsync", note)
+    model = torch.nn.Linear(2, 2)
+    final = save_checkpoint(tmp_path / "checkpoints", model, [], {"step": 3}, keep=1).result()
+    with atomic_folder(tmp_path / "store") as folder:
+        (folder / "tokens.npy").write_bytes(b"1")
+    Tracker(tmp_path, 0, False).close()
+    wanted = [*final.iterdir(), final, final.parent, tmp_path / "store/tokens.npy"]
+    wanted.append(tmp_path / "metrics.jsonl")
+    assert len(wanted) == 8
+    assert [path.name for path in wanted if path.stat().st_ino not in flushed] == []

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 from data_pipeline.config import PairsConfig
+from data_pipeline.sampling import baselines
 from data_pipeline.sampling.baselines import accuracy_by_lengths, accuracy_by_shared_words
 from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore, read_manifest
 from pretrain import loss
 from pretrain.config import ModelConfig
@@ -180,3 +183,57 @@ def test_shared_words_tell_a_copy_from_a_stranger(store: TokenStore) -> None:
         same = pairs["label"] == 0
         pairs[f"b_{name}"][same] = pairs[f"a_{name}"][same]
     assert accuracy_by_shared_words(store, pairs) > 0.95
+
+
+def test_a_masked_token_is_in_the_groups_of_its_kind_its_word_and_its_band(store) -> None:
+    mask, labels = store.vocabulary["[MASK]"], torch.tensor([7, 8, 9])
+    one, seen = torch.zeros(3, dtype=torch.int64), torch.tensor([mask, 5, 9])
+    batch = Batch(seen, one, one, one, one, torch.arange(3), labels, one, 3)
+    bands = np.full(len(store.vocabulary), 2)
+    bands[[8, 9]] = 1, 0
+    found = token_groups(batch, np.array([2, 4, 1]), bands, store.vocabulary)
+    names = [
+        {name for name, is_in in zip(GROUPS, column, strict=True) if is_in}
+        for column in found.T.tolist()
+    ]
+    assert names == [
+        {"", "_mask", "_2_pieces", "_rare"},
+        {"", "_random", "_3_or_more_pieces", "_medium"},
+        {"", "_kept", "_1_piece", "_frequent"},
+    ]
+
+
+def test_of_the_labels_the_fifth_is_among_the_five_highest_and_the_sixth_is_not(
+    prepared: Path, store: TokenStore
+) -> None:
+    model, held_out = build_model(store).eval(), build_held_out(prepared, store)
+    shares, counts = [], []
+    for rank in (4, 5):
+        for batch, _, _ in held_out.batches:
+            batch.masked_labels[:] = model.logits(batch)[0].topk(6).indices[:, rank]
+            counts.append(len(batch.next_sentence_label))
+        shares.append(evaluate(model, held_out, Accelerator(cpu=True))["eval/mlm_top5"])
+        model.eval()
+    assert shares == [1, 0]
+    assert sum(counts) == 2 * 40  # as many pairs as were asked for
+
+
+def test_a_baseline_is_judged_on_other_documents_than_it_is_fitted_on(store) -> None:
+    fit = np.arange(4000) % 2 == 0
+    feature = np.arange(4000) // 2 % 2
+    label = (feature == 1) == fit  # what the one half teaches is wrong in the other
+    assert baselines.accuracy([feature], label, fit) == {"accuracy": 0.0, "balanced": 0.0}
+    pairs = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).pairs(0)
+    starts = store.sentence_offsets[store.document_offsets]
+    document = np.searchsorted(starts, pairs["a_start"], side="right")
+    fits = []
+
+    def note(features, label, fit):
+        fits.append(fit)
+        return {"accuracy": float(len(fits))}
+
+    with mock.patch.object(baselines, "accuracy", note):
+        assert accuracy_by_lengths(store, pairs) == 1.5
+    one, other = fits
+    assert (one == ~other).all() and 0.2 < one.mean() < 0.8
+    assert not set(document[one]) & set(document[other])

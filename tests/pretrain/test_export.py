@@ -33,7 +33,7 @@ from data_pipeline.sampling.token_store import TokenStore, Vocabulary
 from data_pipeline.vocabulary.existing import write_whole
 from pretrain.checkpoint import hash_file, load_model, save_checkpoint
 from pretrain.config import Config, ModelConfig
-from pretrain.export import export, find_manifest, read_run_config
+from pretrain.export import export, find_manifest, find_vocabulary, read_run_config
 from pretrain.export_folder import check_export_folder, read_marker
 from pretrain.families import FAMILIES, LAYER_NAMES, Family, hf_config
 from pretrain.model_card import model_card
@@ -1250,3 +1250,41 @@ def test_fill_mask_explains_a_folder_without_a_model_in_one_line(
     with pytest.raises(SystemExit, match="2"):
         run_script(script, monkeypatch, tmp_path, "A [MASK].")
     assert_one_line_error(capsys, str(tmp_path))
+
+
+def test_a_damaged_tokenizer_of_a_run_is_not_exported(prepared, tmp_path) -> None:
+    train_here(prepared, tmp_path / "run", "train.max_steps=1", "train.warmup_steps=0")
+    path = tmp_path / "run/vocab/tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"lowercase":', '"lowercasE":'))
+    config = replace(read_run_config(tmp_path / "run"), data_dir=str(tmp_path / "gone"))
+    fingerprint = json.loads((tmp_path / "run/fingerprint.json").read_text())
+    with pytest.raises(UserError, match="run/vocab/tokenizer.json is damaged"):
+        find_vocabulary(tmp_path / "run", config, fingerprint["vocab_sha256"])
+
+
+def test_the_generator_of_an_electra_is_pushed_with_it(tmp_path, monkeypatch) -> None:
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    marker = {"schema": 1, "made_by": "bert-pretrain 1", "files": {"config.json": "0" * 64}}
+    for folder in (tmp_path, tmp_path / "generator"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "export.json").write_text(json.dumps(marker))
+    pretrain.export.push(tmp_path, "me/electra", False)
+    names = {"config.json", "export.json"}
+    assert hub.calls[-1] == ("me/electra", names | {f"generator/{name}" for name in names})
+
+
+def test_a_model_without_types_of_tokens_has_a_tokenizer_that_gives_none(
+    prepared, vocabulary, tmp_path
+) -> None:
+    from transformers import AutoTokenizer
+
+    for sizes, has_types in ((1, False), (2, True)):
+        out = tmp_path / str(sizes)
+        model = PretrainingModel(
+            replace(TINY, type_vocab_size=sizes), len(vocabulary), objectives_of("none")
+        )
+        write(model.eval(), prepared, out)
+        found = AutoTokenizer.from_pretrained(out)("A string.", "A class.")
+        assert ("token_type_ids" in found) == has_types

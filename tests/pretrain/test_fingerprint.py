@@ -313,3 +313,9 @@ def test_a_log_of_the_users_in_the_run_folder_is_no_hindrance(
     (tmp_path / "run/slurm-17.out").write_text("mine")
     train_here(prepared, tmp_path / "run", "train.max_steps=1", "train.warmup_steps=0")
     assert (tmp_path / "run/slurm-17.out").read_text() == "mine"
+
+
+def test_rates_that_differ_by_half_a_percent_are_others() -> None:
+    short, long = fingerprint("train.max_steps=1000"), fingerprint("train.max_steps=1005")
+    with pytest.raises(UserError, match="train.max_steps was 1,000, is 1,005"):
+        check(short, long, step=500)

@@ -532,3 +532,36 @@ def test_a_model_brings_its_tokenizer_of_another_kind(
     again = read_config(prepared, out, "vocab.size=null", "data.objective=none")
     model, line = start(again)
     assert "of its vocabulary" not in line  # an export of ours is a way in too
+
+
+def test_weights_that_are_not_finite_and_shards_that_are_missing_are_refused(
+    folder, prepared, vocab_dir, tmp_path
+) -> None:
+    shutil.copytree(folder, tmp_path / "nan")
+    weights, name = load_file(folder / "model.safetensors"), "bert.pooler.dense.weight"
+    weights[name][0, 0] = torch.nan
+    save_file(weights, tmp_path / "nan/model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is no tensor of finite numbers"):
+        start(read_config(prepared, tmp_path / "nan"))
+    save_peer(tmp_path / "in", "BertForPreTraining", vocab_dir, shards="20KB")
+    sorted((tmp_path / "in").glob("*.safetensors"))[1].unlink()
+    with pytest.raises(UserError, match=r"lacks model-00002-of-\d+.safetensors, which its index"):
+        hash_weights(tmp_path / "in")
+
+
+@pytest.mark.parametrize("rows", [100 + 128, 100 + 7, 99])
+def test_embeddings_that_do_not_belong_to_a_vocabulary_are_refused(rows: int) -> None:
+    pieces = [f"piece{i}" for i in range(100)]
+    with pytest.raises(UserError, match=f"has {rows} word embeddings, and its vocabulary has 100"):
+        find_sources(pieces, pieces, Path(), rows)
+    assert find_sources(pieces, pieces, Path(), 104) == [[i] for i in range(100)]
+
+
+def test_another_generator_is_another_start(vocab_dir, tmp_path) -> None:
+    save_peer(tmp_path, "ElectraForPreTraining", vocab_dir, embedding_size=8)
+    generator = save_peer(tmp_path / "generator", "ElectraForMaskedLM", vocab_dir, embedding_size=8)
+    before = hash_weights(tmp_path)
+    weights = load_file(generator / "model.safetensors")
+    weights["generator_predictions.LayerNorm.bias"] += 1
+    save_file(weights, generator / "model.safetensors", {"format": "pt"})
+    assert hash_weights(tmp_path) != before

@@ -527,3 +527,37 @@ def test_a_store_that_cannot_give_pairs_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match="from one document"):
         train_here(prepared, tmp_path / "run", *files, *places)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_gradient_of_an_objective_goes_with_its_weight(prepared: Path, tmp_path: Path) -> None:
+    """After one step Adam's first moment is the gradient."""
+    one_step = ("train.max_steps=1", "train.warmup_steps=0", "train.max_grad_norm=0", *NO_DROPOUT)
+    moments = []
+    for weight in (0, 1, 4):
+        run_dir = tmp_path / str(weight)
+        train_here(prepared, run_dir, *one_step, f"train.bag_of_words_weight={weight}")
+        moments.append(newest(run_dir)["embeddings.word.weight/exp_avg"])
+    without, once, four_times = moments
+    bag = once - without
+    assert bag.norm() > 0.01 * without.norm()
+    torch.testing.assert_close(four_times - without, 4 * bag, rtol=1e-3, atol=1e-6)
+
+
+def test_each_step_has_random_numbers_of_its_own_and_a_seed_changes_all_of_them(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """The sample of the softmax, dropout, the first weights and the text."""
+    seen, forward = [], PretrainingModel.forward
+
+    def note(model, batch):
+        first = model.layers[0].up.weight.sum().item()
+        ids = tuple(batch.input_ids.tolist())
+        seen.append((model.sample_start, torch.initial_seed(), first, ids))
+        return forward(model, batch)
+
+    monkeypatch.setattr(PretrainingModel, "forward", note)
+    options = ("train.max_steps=3", "train.warmup_steps=1", "train.sampled_softmax=100")
+    for seed in (0, 1):
+        train_here(prepared, tmp_path / str(seed), *options, f"seed={seed}")
+    assert len(seen) == 6
+    assert [len(set(column)) for column in zip(*seen, strict=True)] == [6, 6, 6, 6]

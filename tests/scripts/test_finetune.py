@@ -716,3 +716,69 @@ def test_the_plain_transformers_code_of_the_page_learns_from_chinese_reviews(tmp
     accuracies = [float(x) for x in re.findall(r"accuracy (\d\.\d+)", done.stdout)]
     print(accuracies)
     assert len(accuracies) == 3 and accuracies[-1] > 0.9
+
+
+def test_an_answer_is_the_best_span_of_all_windows_forwards_and_as_long_as_in_training() -> None:
+    passage, offsets = "one two three", [(0, 3), (4, 7), (8, 13)]
+    example = Example("", ["?", passage], [("two", 4)])
+    task = TASKS["qa"]([example])
+    task.longest = 2
+    windows = [(1, offsets[:2]), (1, offsets[1:])]
+    units = [finetune.Unit(0, [([5] * 4, [0] * 4)], (0, 0), window) for window in windows]
+    low, high = torch.zeros(2, 4, 2)
+    high[1, 0] = high[2, 1] = 3.0  # both of its tokens
+    assert task.predict([high, low], units, [example]) == ["one two"]
+    assert task.predict([low, high], units, [example]) == ["two three"]
+    low[2, 0] = low[1, 1] = 9.0  # backwards
+    low[1, 0] = 2.0
+    assert task.predict([low], units[:1], [example]) == ["one"]
+    whole = finetune.Unit(0, [([5] * 5, [0] * 5)], (0, 0), (1, offsets))
+    scores = torch.zeros(5, 2)
+    scores[1, 0] = scores[3, 1] = 5.0  # three tokens
+    scores[2, 1] = 1.0
+    assert task.predict([scores], [whole], [example]) == ["one two"]
+
+
+def test_a_window_with_a_part_of_the_answer_is_trained_to_have_none(exported) -> None:
+    passage = " ".join(["of"] * 300)
+    example = Example("", ["what?", passage], [(passage[:240], 0)])
+    task, tokenizer = TASKS["qa"]([example]), AutoTokenizer.from_pretrained(exported)
+    units = task.encode([example], tokenizer, 64)
+    found = [unit.target for unit in units]
+    assert found == [(0, 0)] * len(units) and len(units) > 4  # 80 tokens do not fit a window
+
+
+def test_padding_of_a_batch_is_in_no_loss() -> None:
+    """That of sequences in QA, and of choices where their numbers differ."""
+    torch.manual_seed(0)
+    example = Example("", ["?", "a b"], [("a", 0)])
+    units = [finetune.Unit(0, [([5] * n, [0] * n)], (1, 2)) for n in (9, 4)]
+    scores, task = torch.randn(2, 9, 2), TASKS["qa"]([example])
+    alone = [task.loss(scores[i : i + 1, :n], units[i : i + 1]) for i, n in enumerate((9, 4))]
+    torch.testing.assert_close(task.loss(scores, units), sum(alone) / 2)
+
+    units = [finetune.Unit(0, [([5], [0])] * n, 1) for n in (2, 5)]
+    scores, task = torch.randn(7, 1), TASKS["choice"]([Example("", ["x", "y", "z"], 1)])
+    alone = [task.loss(scores[:2], units[:1]), task.loss(scores[2:], units[1:])]
+    torch.testing.assert_close(task.loss(scores, units), sum(alone) / 2)
+
+
+def test_predictions_are_in_the_unit_of_the_labels_and_the_baseline_is_the_majority() -> None:
+    examples = [Example("", ["x"], number) for number in (100.0, 104.0, 120.0)]
+    task = TASKS["regression"](examples)
+    scores = [torch.tensor([[task.target(example)]]) for example in examples]
+    assert task.predict(scores, [], examples) == pytest.approx([100, 104, 120])
+    assert task.score(examples, task.predict(scores, [], examples))["r2"] == pytest.approx(1)
+    labels = [Example("", ["x"], label) for label in "abbbc"]
+    assert TASKS["classification"](labels).baseline() == ("always 'b'", "b")
+    choices = [Example("", ["x", "y", "z"], label) for label in (0, 1, 1)]
+    assert TASKS["choice"](choices).baseline() == ("always choice 1", 1)
+
+
+def test_words_that_come_twice_articles_and_case_count_as_in_the_published_scripts() -> None:
+    assert math.isclose(ours.squad_f1("to be or not to be", "to be to"), 2 * 3 / (6 + 3))
+    found = ours.answer_scores([["an apple"], ["The end"]], ["apple", "END"], chinese=False)
+    assert found == {"f1": 1.0, "exact_match": 1.0}
+    assert ours.answer_scores([["NBA球队"]], ["nba球队"], chinese=True)["exact_match"] == 1
+    # a common run has no gap: 北京 or 大学, and not the four that both have in this order
+    assert math.isclose(ours.cmrc_f1("北京的大学", "北京和大学"), 2 * 2 / 10)

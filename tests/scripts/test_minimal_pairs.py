@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from helpers import ROOT
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.build.probes import encode_texts, read_pairs
+from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
 from data_pipeline.common.errors import UserError
-from data_pipeline.sampling.token_store import read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
 from pretrain import probes
 from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency
 from pretrain.read_export import load_export
@@ -236,3 +236,32 @@ def test_bytes_that_are_not_text_are_named(tmp_path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"good\tb\xffd\n")
     with pytest.raises(UserError, match="not UTF-8 text .byte 6"):
         read_pairs([str(tmp_path / "a.tsv")])
+
+
+@pytest.mark.parametrize("within_word", [False, True])
+def test_the_good_sentence_is_the_first_one_and_the_baseline_counts_the_training_text(
+    prepared, straight, monkeypatch, within_word
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import minimal_pairs
+
+    export, asked = straight / "export", []
+    vocabulary = read_vocabulary(export)
+
+    def note(model, sentences, vocabulary, accelerator, within_word, advance):
+        asked.append(within_word)
+        return probes.score_sentences(model, sentences, vocabulary, accelerator, within_word)
+
+    monkeypatch.setattr(minimal_pairs, "score_sentences", note)
+    seen, held_out = (
+        TokenStore.open(prepared / "data/store", split, vocabulary).token_counts()
+        for split in ("train", "held_out")
+    )
+    ids = [i for i, piece in enumerate(vocabulary.pieces) if piece.isalpha() and seen[i]]
+    a, b = next((a, b) for a in ids for b in ids if seen[a] > seen[b] and held_out[a] < held_out[b])
+    texts = [vocabulary.pieces[token] for token in (a, b)]
+    good, bad = sorted(texts, key=lambda text: -slow_score(export, text, within_word))
+    pairs = [MinimalPair(good, bad, "f", "t", "likelier"), MinimalPair(*texts, "f", "t", "oftener")]
+    found = minimal_pairs.measure(export, pairs, within_word, prepared / "data/store")
+    assert found["accuracy"]["UID"]["likelier"] == found["unigram"]["UID"]["oftener"] == 1
+    assert asked == [within_word]

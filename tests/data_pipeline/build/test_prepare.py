@@ -435,3 +435,15 @@ def test_small_files_read_in_groups_give_the_same_bytes(tmp_path: Path, monkeypa
         stores.append(contents(Path(config.data_dir)))
     assert tasks[0] > 100 and 13 <= tasks[1] <= 30 and tasks[2] == 13
     assert stores[0] == stores[1] == stores[2]
+
+
+def test_ids_beyond_65535_are_stored_as_they_are(tmp_path: Path):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "."]
+    pieces += [f"[unused{i}]" for i in range((1 << 16) - len(pieces))] + ["one", "two"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    (tmp_path / "a.txt").write_text("One two.\n\nTwo one two.\n")
+    config = config_of([str(tmp_path / "a.txt")], tmp_path / "data", size=None)
+    config.vocab.path, config.corpus.held_out_fraction = str(tmp_path / "vocab.txt"), 0.0
+    prepare(config, workers=1)
+    one, two = 1 << 16, (1 << 16) + 1
+    assert documents_of(tmp_path / "data", "train") == [[[one, two, 5]], [[two, one, two, 5]]]

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,14 @@ from data_pipeline.build.prepare import prepare
 from data_pipeline.common.arrays import pack_bits, write_array
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import MARKER
-from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
+from data_pipeline.config import (
+    CorpusConfig,
+    DataConfig,
+    DatasetConfig,
+    PairsConfig,
+    VocabConfig,
+    load_config,
+)
 from data_pipeline.sampling import token_store
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.soundness import check_data
@@ -313,3 +320,27 @@ def test_what_a_user_put_into_the_store_stops_the_command(files, tmp_path: Path)
     with pytest.raises(UserError, match="is no token store and holds mine.txt"):
         prepare(config_of(files, tmp_path), workers=1)
     assert (tmp_path / "store/mine.txt").read_text() == "mine"
+
+
+FREE = {  # change no token; of a file or dataset, the hash of its text counts (`pieces`)
+    *("builtin", "files", "layout", "on_bad_row", "sources", "plug_ins"),
+    "extend",  # in `vocab.size`
+}
+
+
+def test_every_setting_of_corpus_and_vocabulary_is_in_the_identity_of_a_store_or_free() -> None:
+    found = store_settings(CorpusConfig(files="a"), VocabConfig(), [], [])
+    compared = {name.rpartition(".")[2] for name in found}
+    settings = {field.name for part in (CorpusConfig, VocabConfig) for field in fields(part)}
+    assert settings - compared == FREE
+    named = store_settings(CorpusConfig(dataset=DatasetConfig(path="x")), VocabConfig(), [], [])
+    wanted = {field.name for field in fields(DatasetConfig)}
+    assert named["corpus.sources[0].dataset"].keys() == wanted
+
+
+def test_tokens_are_counted_block_after_block_or_every_nth_block() -> None:
+    block = 1 << 20
+    tokens = np.repeat(np.array([7, 8, 9], np.uint16), [block, block, 5])
+    store = replace(make_store([[[1]]]), tokens=tokens)
+    assert store.token_counts()[7:10].tolist() == [block, block, 5]
+    assert store.token_counts(every=2)[7:10].tolist() == [block, 0, 5]

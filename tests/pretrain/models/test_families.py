@@ -465,3 +465,7 @@ def test_a_family_has_its_own_defaults_beneath_what_a_config_gives(tmp_path) -> 
     model = load_config(Config, str(tmp_path / "config.yaml")).model
     assert (model.embedding_size, model.num_hidden_groups, model.hidden_act) == (128, 1, "relu")
     assert model.hidden_dropout_prob == 0 and model.hidden_size == 768
+
+
+def test_replaced_tokens_count_fifty_times_as_much_as_masked_ones(electra) -> None:
+    assert [(one.name, one.weight) for one in electra.objectives] == [("mlm", 1), ("rtd", 50)]

@@ -461,3 +461,13 @@ def test_the_bag_of_words_is_what_cls_says_of_each_masked_token(store, vocabular
         hits += int(logits.argmax() == label)
     assert count == len(batch.masked_labels)
     assert loss == pytest.approx(wanted, rel=1e-4) and right == hits
+
+
+def test_a_bag_of_words_is_asked_of_the_sequence_that_a_mask_is_in(store, vocabulary) -> None:
+    config = replace(TINY, initializer_range=0.5)
+    model = PretrainingModel(config, len(vocabulary), objectives_of("none", 0.5)).eval()
+    data = PairsConfig(max_seq_length=48, objective="none")
+    batch = BatchSource(store, data, seed=5).batch(0, 4)
+    alone = [model(batch.slice(i, i + 1))[-1] for i in range(4)]
+    torch.testing.assert_close(model(batch)[-1], sum(alone), rtol=1e-4, atol=1e-4)
+    assert len({round(row[0].item() / row[2].item(), 1) for row in alone}) > 1
