@@ -7,7 +7,6 @@ is drawn from the run folders alone.
 """
 
 import argparse
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from pretrain.config import Config
 from pretrain.describe import say_duration
 from pretrain.monitor import PLATEAU
 from pretrain.run_record import RECENT, RunRecord
+from pretrain.tracking import say_fillings
 
 OVERFIT = 0.05  # nats above the best held-out loss, while the training loss falls
 FUNCTION_WORDS, WORDS, NEIGHBOURS = 100, 9, 6  # words to pass over, to show, and neighbours of each
@@ -316,15 +316,9 @@ def list_fillings(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
     found: dict[str, list[tuple[int, str]]] = {}
     for line in (lines[i] for i in places):
         for filling in line["fillings"]:
-            masks = (", ".join(map(say_filling, mask)) for mask in filling["masks"])
-            found.setdefault(filling["sentence"], []).append((line["step"], "; ".join(masks)))
+            said = line["step"], say_fillings(filling)
+            found.setdefault(filling["sentence"], []).append(said)
     return list(found.items())
-
-
-def say_filling(filling: tuple[str, float | None]) -> str:
-    """Write a token and its probability, which is null of a model whose scores are not finite."""
-    word, p = filling
-    return f"{word} {math.nan if p is None else p:.0%}"
 
 
 def find_neighbours(run: RunRecord) -> dict | None:

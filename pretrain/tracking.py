@@ -61,7 +61,7 @@ class Tracker:
             self.reporter = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def log(self, step: int, metrics: dict[str, float], **others) -> None:
-        """Record metrics after `step` finished steps; wandb gets no `others`."""
+        """Record metrics after `step` finished steps, and `others`, such as `fillings`."""
         self.file.write(to_json({"step": step} | metrics | others) + "\n")
         self.file.flush()
 
@@ -106,6 +106,8 @@ def report(run_dir: Path, config: Config, lines: Iterable[dict]) -> None:
     try:
         for line in lines:
             metrics = {name: value for name, value in metrics_in(line).items() if value is not None}
+            if rows := [[one["sentence"], say_fillings(one)] for one in line.get("fillings", ())]:
+                metrics["fillings"] = wandb.Table(["sentence", "likeliest"], rows)
             if metrics and line["step"] >= first:
                 run.log(metrics, step=line["step"])
     except EOFError:
@@ -163,6 +165,18 @@ def sort(whole: list[bytes]) -> tuple[list[dict], list[bytes]]:
 def metrics_in(line: dict) -> dict[str, float | None]:
     """Leave out of a line what is not a metric."""
     return {name: value for name, value in line.items() if "/" in name}
+
+
+def say_fillings(filling: dict) -> str:
+    """Write the likeliest tokens of each [MASK] of a probe sentence, with their probabilities.
+
+    These are null of a model whose scores are not finite.
+    """
+    of_masks = (
+        ", ".join(f"{word} {math.nan if p is None else p:.0%}" for word, p in mask)
+        for mask in filling["masks"]
+    )
+    return "; ".join(of_masks)
 
 
 def to_json(value, indent: int | None = None) -> str:

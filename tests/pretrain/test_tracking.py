@@ -1,6 +1,7 @@
 """wandb gets what the record has, and stops no run, whatever it does."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +30,9 @@ class Run:
         note("log", step, metrics)
     def finish(self, code):
         note("finish", code)
+
+def Table(columns, data):
+    return [columns, data]
 
 def init(**options):
     {on_init}
@@ -94,6 +98,17 @@ def test_wandb_gets_the_record_while_it_grows_and_as_a_whole_afterwards(
     (_, again), *others = wandb.take_calls()
     assert again == settings | {"name": "n", "config": again["config"]}  # its id too
     assert others == [*sent(run_dir, 8), ["finish", 0]] and len(others) == 5
+
+
+def test_fillings_are_sent_as_a_table(straight: Path, tmp_path: Path, wandb: FakeWandb) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    masks = [[["cat", 0.25], ["dog", 0.01]], [["sat", None]]]
+    line = {"step": 13, "fillings": [{"sentence": "a [MASK] [MASK]", "masks": masks}]}
+    with open(tmp_path / "run/metrics.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert replay(tmp_path / "run", "tracking.wandb=p").returncode == 0
+    table = [["sentence", "likeliest"], [["a [MASK] [MASK]", "cat 25%, dog 1%; sat nan%"]]]
+    assert wandb.take_calls()[-2] == ["log", 13, {"fillings": table}]
 
 
 @pytest.mark.parametrize(
