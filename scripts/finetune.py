@@ -66,7 +66,8 @@ def parse_args() -> argparse.Namespace:
         add(f"--{split}", type=Path, required=split != "test", help="TSV, CSV, JSONL, CoNLL, SQuAD")
     add("--out", type=Path, required=True, help="folder for results.json")
     add("--columns", nargs="+", default=[], metavar="WHAT=NAME", help=f"WHAT: {', '.join(COLUMNS)}")
-    add("--also", nargs="+", default=[], choices=("random", "bow"), help="judge these beside it")
+    add("--init", choices=("pretrained", "random"), default="pretrained", help="what is judged")
+    add("--also", "--baseline", nargs="+", default=[], choices=("random", "bow"), help="beside it")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--learning-rates", nargs="+", type=float, default=[5e-5, 1e-4, 3e-4])
     add("--metric", help="that settings are chosen by; the first of the task's if not given")
@@ -99,7 +100,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)  # what cannot be written fails before the training
 
     systems = {}
-    for system in ["pretrained", *args.also]:
+    for system in dict.fromkeys([args.init, *args.also]):
         if system == "bow":
             name, runs = "C", judge_words(args, task, splits)
         else:

@@ -159,6 +159,10 @@ def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
         tmp_path / "out",
         f"{QUICK} --also random bow",
     )["systems"]
+    options = f"{QUICK} --init random --baseline bow"
+    others = run(monkeypatch, exported, "classification", tasks, tmp_path / "others", options)
+    assert list(others["systems"])[:2] == ["random", "bow"]
+    assert others["systems"]["random"]["dev"] == found["random"]["dev"]
     assert list(found)[:3] == ["pretrained", "random", "bow"] and list(found)[3].startswith(
         "always"
     )
