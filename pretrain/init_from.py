@@ -166,6 +166,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 weights |= torch.load(path, weights_only=True, map_location="cpu")
         except Exception as error:  # of many kinds: somebody else wrote the file
             reason = " ".join(str(error).split())[:150]
+            if reason.startswith("Weights only load failed"):  # and goes on with how to run it
+                reason = "a pickle of more than tensors, which could run code"
             raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None
     for name, value in weights.items():
         is_sound = isinstance(name, str) and isinstance(value, Tensor)

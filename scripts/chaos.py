@@ -3,9 +3,10 @@ what they end with, bit by bit, with one that nothing interrupted:
 `python scripts/chaos.py CONFIG --out FOLDER [--each 6] [--kinds kill signal ...] [--seed 0]`.
 
 Use a recipe of few steps, such as `train.max_steps: 12` with checkpoints and evaluations between,
-whose data are prepared. Each fault is planted at one call of a function and writes a file first, so
-that one that never came is counted too. Prints a line a fault, and a table by kind; exits with code
-1 if anything did not survive.
+whose data are prepared; for `elastic` without dropout, or with `train.micro_batch_size` a quarter
+of the global one, since dropout is drawn for each pass. Each fault is planted at one call of a
+function and writes a file first, so that one that never came is counted too. Prints a line a fault,
+and a table by kind; exits with code 1 if anything did not survive.
 """
 
 import argparse

@@ -333,6 +333,25 @@ def test_settings_that_no_shape_tells_are_refused(folder, prepared, vocab_dir, t
             start(read_config(prepared, tmp_path / "in", "data.objective=none"))
 
 
+class Command:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_pickle_that_runs_a_command_runs_nothing(folder, prepared, tmp_path) -> None:
+    shutil.copytree(folder, tmp_path / "in", ignore=lambda *_: ["model.safetensors"])
+    evil = {"bert.pooler.dense.bias": Command(f"touch {tmp_path / 'ran'}")}
+    torch.save(evil, tmp_path / "in/pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin is damaged.*: a pickle of more than te"):
+        start(read_config(prepared, tmp_path / "in"))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"

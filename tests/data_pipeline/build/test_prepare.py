@@ -146,6 +146,17 @@ def test_the_manifest_counts_the_bytes_and_words_of_a_split(prepared: Path, tmp_
     assert read_manifest(tmp_path / "data/store")["train"]["bytes"] == 2 * taken
 
 
+def test_place_locale_clock_and_hash_seed_change_no_byte(
+    files: list[str], uninterrupted, tmp_path: Path
+):
+    folder = tmp_path / "ö x"
+    folder.mkdir()
+    env = {"LC_ALL": "C", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "3", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "data_pipeline", str(write_config(folder, files))]
+    done = subprocess.run([*command, "data_dir=data"], env=os.environ | env, cwd=folder)
+    assert done.returncode == 0 and contents(folder / "data") == uninterrupted
+
+
 def test_the_order_of_files_changes_the_order_of_documents_only(files, tmp_path):
     for name, order in (("data", files[::-1]), ("same", files)):
         config = config_of(order, tmp_path / name)
