@@ -40,7 +40,7 @@ def agree_on_step(
 def read_step(found: Tensor) -> tuple[Tensor, float, Signals | None]:
     """Read what `agree_on_step` has found: the sums, on the CPU, the gradient norm and the signal.
 
-    The host waits here for a GPU to finish the step, and with AdamW nowhere else.
+    The host waits here for a GPU to finish the step, unless `found` is on the CPU already.
     """
     found = found.cpu()
     norm, *counts = found[: 1 + len(CAUGHT)].tolist()

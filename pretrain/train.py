@@ -102,8 +102,8 @@ def train(config: Config) -> None:
         leave_pair_heads(run.bare, phase)
         rate = learning_rate(step - phase.schedule_start, phase.train)
         found = agree_on_step(sums, norm, run.stop_signal(), accelerator)  # all decide alike
-        update(run.optimizers, rate, found[0])
-        sums, grad_norm, stop = read_step(found)  # with AdamW the host waits nowhere else in a step
+        found = update(run.optimizers, rate, found)
+        sums, grad_norm, stop = read_step(found)  # here or in `update` the host waits, once a step
         if record.monitor.has_finite_gradient(step, grad_norm):
             record.sums += sums
         else:
@@ -437,23 +437,26 @@ def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def update(
-    optimizers: list[torch.optim.Optimizer], rate: float, norm: torch.Tensor | None = None
-) -> None:
+    optimizers: list[torch.optim.Optimizer], rate: float, found: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Update the parameters at learning rate `rate`, unless the gradient norm is not finite.
 
-    norm: scalar. On a GPU, AdamW looks at it there: the host goes on without waiting for it.
+    found: of `agree_on_step`; the norm is its first number. On a GPU, AdamW looks at it there: the
+    host goes on without waiting for it. For the others the host waits, before the update.
+    Returns `found`, on the CPU where the host has looked at it.
     """
-    if norm is not None:
-        is_sick = norm.isfinite().logical_not()
-        if skips_there(optimizers, norm.device.type):
-            for optimizer in optimizers:
-                optimizer.found_inf = is_sick.float()  # as torch's gradient scaler tells it
-        elif is_sick:
-            return
+    if found is not None and skips_there(optimizers, found.device.type):
+        for optimizer in optimizers:  # as torch's gradient scaler tells it
+            optimizer.found_inf = found[0].isfinite().logical_not().float()
+    elif found is not None:
+        found = found.cpu()
+        if not found[0].isfinite():
+            return found
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+    return found
 
 
 def skips_there(optimizers: list[torch.optim.Optimizer], device: str) -> bool:

@@ -305,7 +305,7 @@ def make_step(model: PretrainingModel, optimizers: list, batch: Batch, rate: flo
         rows = model(batch)
     losses = rows[:, 0] / rows[:, 2].detach()
     losses.sum().backward()
-    update(optimizers, rate, clip_gradients(model.parameters(), 1.0))
+    update(optimizers, rate, clip_gradients(model.parameters(), 1.0).view(1))
     zero_gradients(optimizers)
     return losses[0].detach()
 

@@ -151,12 +151,13 @@ import math, os, runpy, torch
 import pretrain.train as loop
 real, calls = loop.update, []
 def planted(optimizers, *arguments):
-    real(optimizers, *arguments)
+    found = real(optimizers, *arguments)
     calls.append(arguments)
     if len(calls) == 6:
         with torch.no_grad():
             weights = optimizers[0].param_groups[0]["params"][0].view(-1)
             {fault}
+    return found
 loop.update = planted
 runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
 """
