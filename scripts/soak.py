@@ -1,9 +1,10 @@
 """Train for a while at full speed and see whether memory, descriptors and threads grow (Linux):
-`python scripts/soak.py CONFIG [key=value ...] [--minutes 30] [--processes 2]`.
+`python scripts/soak.py CONFIG [key=value ...] [--minutes 30] [--processes 2] [--page FILE]`.
 
 The data of CONFIG are prepared; the run goes to a temporary folder. Prints JSON: for each process
 the slope of its anonymous memory after the first third of the time, in MB a minute, and what it
-had at the start and at the end of the rest. Exits with code 1 above 0.2 MB a minute.
+had at the start and at the end of the rest; --page draws all of it. Exits with code 1 above
+0.2 MB a minute.
 """
 
 import argparse
@@ -19,12 +20,19 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from data_pipeline.common.pages import Line, draw_chart, render_template  # noqa: E402
+
 MOST = 0.2  # MB a minute
 ENDLESS = ("train.max_steps=1000000000", "train.warmup_steps=100")
 
 
-def soak(config: str, overrides: list[str], minutes: float, processes: int) -> dict:
-    """Train for some minutes; returns the figures of each process."""
+def soak(
+    config: str, overrides: list[str], minutes: float, processes: int
+) -> tuple[dict, list[np.ndarray]]:
+    """Train for some minutes; returns the figures of each process, and its samples: (seconds, MB,
+    descriptors, threads)."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     launcher = launcher if processes > 1 else []
     with TemporaryDirectory() as folder:
@@ -47,8 +55,9 @@ def soak(config: str, overrides: list[str], minutes: float, processes: int) -> d
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
-    found = [summarize(np.array(rows)) for rows in samples.values()]
-    return {"minutes": minutes, "steps": last["step"], "processes": found}
+    rows = [np.array(some) for some in samples.values()]
+    found = {"minutes": minutes, "steps": last["step"], "processes": [*map(summarize, rows)]}
+    return found, rows
 
 
 def children(pid: int) -> list[int]:
@@ -79,14 +88,43 @@ def summarize(rows: np.ndarray) -> dict:
     return {"mb_a_minute": round(60 * float(np.median(slopes)), 3)} | highest | ends
 
 
+def draw_page(config: str, found: dict, samples: list[np.ndarray]) -> str:
+    """Draw the memory, descriptors and threads of each process over the time."""
+    charts, names = [], [f"process {i}" for i in range(len(samples))]
+    for column, title, unit in (
+        (1, "Anonymous memory", "MB"),
+        (2, "Open descriptors", ""),
+        (3, "Threads", ""),
+    ):
+        lines = [
+            Line(
+                name,
+                list(zip((rows[:, 0] / 60).tolist(), rows[:, column].tolist(), strict=True)),
+                i,
+            )
+            for i, (name, rows) in enumerate(zip(names, samples, strict=True))
+        ]
+        charts.append(draw_chart(title, unit, lines, x_unit="minutes", from_zero=True))
+    table = [
+        [name, one["mb_a_minute"], f"{one['highest_memory_mb']:.0f}"]
+        + [" to ".join(f"{n:.0f}" for n in one[kind]) for kind in ("descriptors", "threads")]
+        for name, one in zip(names, found["processes"], strict=True)
+    ]
+    facts = {"config": config, "steps": found["steps"], "minutes": found["minutes"]}
+    return render_template(ROOT / "scripts/soak.html", rows=table, charts=charts, **facts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--page", type=Path, metavar="FILE", help="draw the samples")
     args = parser.parse_intermixed_args()
-    found = soak(args.config, args.overrides, args.minutes, args.processes)
+    found, samples = soak(args.config, args.overrides, args.minutes, args.processes)
+    if args.page:
+        args.page.write_text(draw_page(args.config, found, samples), encoding="utf-8")
     print(json.dumps(found, indent=1))
     sys.exit(0 if all(one["mb_a_minute"] < MOST for one in found["processes"]) else 1)
 

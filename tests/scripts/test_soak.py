@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT
+from html_page import Page
 
 sys.path.append(str(ROOT / "scripts"))
 import soak  # noqa: E402
@@ -31,11 +32,15 @@ def test_the_slope_is_that_of_the_rest_without_its_peaks(memory: np.ndarray, slo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_two_processes_are_measured_and_stopped(prepared: Path) -> None:
+def test_two_processes_are_measured_and_stopped(prepared: Path, tmp_path: Path) -> None:
     command = [sys.executable, "scripts/soak.py", str(prepared / "config.yaml"), "--minutes=0.1"]
+    command += ["--page", str(tmp_path / "soak.html")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     found = json.loads(done.stdout)
     assert found["steps"] > 2 and len(found["processes"]) == 2, done.stderr
     for one in found["processes"]:
         assert 50 < one["memory_mb"][1] < 5000 and one["threads"][1] >= 2
     assert done.returncode == any(one["mb_a_minute"] >= 0.2 for one in found["processes"])
+    page = Page((tmp_path / "soak.html").read_text(encoding="utf-8"))
+    page.assert_whole()
+    assert page.tags["figure"] == 3 and f"{found['steps']:,} steps in 0.1 minutes" in page.text
