@@ -468,7 +468,7 @@ def test_preparation_warns_of_words_that_lose_their_accents(tmp_path, capsys) ->
 
 def test_preparation_warns_of_chinese_that_is_called_something_else(tmp_path, capsys) -> None:
     (tmp_path / "a.txt").write_text("他去了北京，回来了。\n\n" * 200, encoding="utf-8")
-    for language in ("en", "zh"):
+    for language in ("en", "zh", "yue", "zh-hant"):
         files = [str(tmp_path / "a.txt")]
         corpus = CorpusConfig(files=files, language=language, deduplicate=False)
         data_dir, vocab = str(tmp_path / language), VocabConfig(size=14)
