@@ -18,7 +18,7 @@ from pretrain.config import Phase
 MOST_SKIPPED = 5  # steps in a row, after which the run stops
 RECENT = 100  # steps, whose medians say what is usual
 PLATEAU = 0.1  # nats below the unigram entropy; a model that uses context gets past this
-EXPLODING = 10  # x the usual gradient norm
+EXPLODING = 10  # x the usual gradient norm, or MLM loss of one step
 SPIKE, SPIKE_STEPS = 1.0, 10  # nats above the usual MLM loss, in each of as many steps in a row
 DIVERGED = 2  # x the loss of guessing each token alike, which no model is worse than by design
 MUCH_WAITING, MUCH_UNKNOWN = 0.05, 0.05  # warn above: share of time, share of tokens
@@ -93,8 +93,11 @@ class Monitor:
         if is_new_phase:
             state |= {"losses": [], "above": 0}
         losses = state["losses"]
-        if len(losses) == RECENT and loss > statistics.median(losses) + SPIKE:
+        if len(losses) == RECENT and loss > (usual := statistics.median(losses)) + SPIKE:
             state["above"] += 1
+            if loss > EXPLODING * usual:
+                line = f"the MLM loss of one step is {loss:.3g}, the median is {usual:.3g}"
+                self.warn("outlier", f"{line}; is a passage of the text no text?")
         elif math.isfinite(loss):
             state |= {"losses": [*losses, loss][-RECENT:], "above": 0}
         return state["above"] == SPIKE_STEPS

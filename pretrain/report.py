@@ -36,6 +36,7 @@ EXPLODED = 4  # times the median gradient norm, above which a chart is cut off
 WARNINGS = {  # metric of the monitor -> what it says
     "monitor/skipped": "the gradient of a step was not finite; the step was skipped",
     "monitor/spike": "the MLM loss was far above the usual one for several steps",
+    "monitor/outlier": "the MLM loss of one step was ten times the usual one",
     "monitor/exploding": "a gradient norm was far above the usual one",
     "monitor/plateau": "no context was used yet",
     "monitor/nsp": "the accuracy on pairs was that of guessing",

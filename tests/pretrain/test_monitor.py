@@ -258,6 +258,25 @@ def test_a_spike_takes_the_weights_back_and_passes_over_the_data_since(
     assert all(torch.equal(spiked[name], skipped[name]) for name in spiked | skipped)
 
 
+def test_one_step_of_ten_times_the_loss_is_named_and_the_run_goes_on(
+    prepared: Path, straight: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("pretrain.monitor.RECENT", 4)
+    real, losses = Monitor.has_spiked, []
+
+    def planted(self, loss: float, is_new_phase: bool) -> bool:
+        losses.append(loss)
+        return real(self, loss * (12 if len(losses) in (6, 8) else 1), is_new_phase)
+
+    monkeypatch.setattr(Monitor, "has_spiked", planted)
+    train_here(prepared, tmp_path)
+    said = capsys.readouterr().out
+    assert said.count("warning: the MLM loss of one step is ") == 1
+    assert metrics(tmp_path)[-2]["monitor/outlier"] == 1
+    before, after = newest(straight), newest(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_weights_from_two_phases_ago_get_the_positions_of_both(
     prepared: Path, tmp_path: Path, monkeypatch
 ) -> None:
