@@ -197,8 +197,8 @@ class Work:
         known = [*self.existing, self.whole.to_str()] if self.whole else self.existing
         self.settings = store_settings(self.corpus, vocab, self.chunks, known)
         # 1 and 2 divided the text among the tasks in another way, 3 kept no checksums, 4 had words
-        # of other tokenizers as text
-        self.name = settings_key(self.settings | {"work": 6})[:16]
+        # of other tokenizers as text, 5 and 6 other rules of where a sentence ends
+        self.name = settings_key(self.settings | {"work": 7})[:16]
         self.groups = group_chunks(self.chunks)
         self.hashed, self.scans = self.results("hashes"), self.results("scan")
         self.earlier = self.folder / f"{self.name}-earlier"
