@@ -28,9 +28,11 @@ def plain(x, weight, bias, labels):
 
 @pytest.mark.parametrize("chunk", [1, 20 * VOCAB, 2 * ROWS * VOCAB, 1 << 23])
 @pytest.mark.parametrize("block", [1, 4 * VOCAB, 1 << 19])
+@pytest.mark.parametrize("columns", [1, 8])
 def test_loss_gradients_and_right_ones_are_those_of_torch_whatever_the_chunk(
-    chunk, block, monkeypatch
+    chunk, block, columns, monkeypatch
 ) -> None:
+    monkeypatch.setitem(loss.COLUMN_MULTIPLE, "cpu", columns)
     monkeypatch.setitem(loss.CHUNK, "cpu", chunk)
     monkeypatch.setitem(loss.BLOCK, "cpu", block)
     tensors = inputs()

@@ -16,7 +16,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
-from pretrain import probes
+from pretrain import loss, probes
 from pretrain.config import Config, ModelConfig
 from pretrain.families import FAMILIES, hf_config, read_hf_config
 from pretrain.loss import linear_cross_entropy
@@ -236,7 +236,9 @@ def test_both_models_of_an_electra_are_those_of_transformers(electra, filled) ->
     assert all(p.grad.abs().max() > 0 for p in electra.parameters())
 
 
-def test_draws_have_the_probabilities_of_the_generator() -> None:
+@pytest.mark.parametrize("columns", [1, 8])
+def test_draws_have_the_probabilities_of_the_generator(columns, monkeypatch) -> None:
+    monkeypatch.setitem(loss.COLUMN_MULTIPLE, "cpu", columns)
     torch.manual_seed(0)
     x, weight, bias = torch.randn(3, 4), torch.randn(50, 4), torch.randn(50)
     rows = x.repeat_interleave(20_000, 0)
