@@ -13,6 +13,7 @@ from data_pipeline.sampling.token_store import Vocabulary
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import Config, Phase, phase_at
 from pretrain.models.bert import PretrainingModel
+from pretrain.models.build import count_weights
 
 
 def describe_start(
@@ -27,7 +28,7 @@ def describe_start(
     processes, steps = accelerator.num_processes, config.train.max_steps
     print(f"run: {config.run_dir}, whose config.yaml has all settings; step {start:,} to {steps:,}")
     print(
-        f"model: {sum(p.numel() for p in model.parameters()):,} parameters, on {processes} x "
+        f"model: {count_weights(model):,} parameters, on {processes} x "
         f"{accelerator.device.type} in {accelerator.mixed_precision.replace('no', 'fp32')}"
     )
     for phase, source in zip(phases, sources, strict=True):

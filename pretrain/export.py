@@ -51,7 +51,7 @@ from pretrain.export_folder import (
 from pretrain.families import hf_config
 from pretrain.model_card import generator_card, list_hashes, model_card, project_version
 from pretrain.models.bert import PretrainingModel, resize_positions, settle_embeddings
-from pretrain.models.build import count_parameters, model_of
+from pretrain.models.build import count_parameters, count_weights, model_of
 from pretrain.models.electra import GENERATOR
 from pretrain.read_export import read_model
 
@@ -155,21 +155,32 @@ def write_json(path: Path, value: dict) -> None:
 # ---------------------------------------------------------------------------------- the gate
 
 
+def require(holds: object, fault: str) -> None:
+    """Raise `AssertionError` unless a check of the gate holds.
+
+    Not an `assert` statement: `python -O` removes those, and with them the gate.
+    """
+    if not holds:
+        raise AssertionError(f"{fault}; this is a bug of bert-pretrain, please report it")
+
+
 def check_export(model: PretrainingModel, folder: Path) -> str:
     """Read an export back and compare it with its model, whose weights must fit the export's dtype.
 
     Compares keys, dtype, logits and special ids; with transformers installed also its loading,
     logits, tied weights and token ids. Returns a description of the comparison.
-    Raises `UserError` if logits of the model are not finite.
+    Raises `UserError` if logits of the model are not finite, and `AssertionError` if the export
+    differs from the model.
     """
     model = model.eval()
     weights = load_file(folder / "model.safetensors")
     dtype = json.loads((folder / "config.json").read_text())["torch_dtype"]
-    assert {t.dtype for t in weights.values()} == {getattr(torch, dtype)}, "another dtype"
+    require({t.dtype for t in weights.values()} == {getattr(torch, dtype)}, "another dtype")
     if (folder / PYTORCH_BIN).exists():
         pickled = torch.load(folder / PYTORCH_BIN, weights_only=True)
-        assert pickled.keys() == weights.keys(), f"other keys in {PYTORCH_BIN}"
-        assert all(equal_tensors(pickled[name], weights[name]) for name in weights), PYTORCH_BIN
+        require(pickled.keys() == weights.keys(), f"other keys in {PYTORCH_BIN}")
+        same = all(equal_tensors(pickled[name], weights[name]) for name in weights)
+        require(same, f"other weights in {PYTORCH_BIN}")
     batch = probe_batch(model)
     with torch.no_grad():
         wanted = model.logits(batch)
@@ -180,12 +191,14 @@ def check_export(model: PretrainingModel, folder: Path) -> str:
         )
         found = read_model(folder).logits(batch)
     for a, b in zip(wanted, found, strict=True):
-        assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back"
+        require(torch.equal(a, b), f"logits differ by {(a - b).abs().max()} after reading back")
     vocabulary = read_vocabulary(folder)
-    assert vocabulary["[PAD]"] == model.config.pad_token_id, "[PAD] has another id in config.json"
-    assert len(vocabulary) == model.vocab_size, "vocab.txt and the embeddings differ in length"
+    same_pad = vocabulary["[PAD]"] == model.config.pad_token_id
+    require(same_pad, "[PAD] has another id in config.json than in vocab.txt")
+    require(len(vocabulary) == model.vocab_size, "vocab.txt and the embeddings differ in length")
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    assert list_pieces(tokenizer) == vocabulary.ids, "tokenizer.json has other ids than vocab.txt"
+    same_ids = list_pieces(tokenizer) == vocabulary.ids
+    require(same_ids, "tokenizer.json has other ids than vocab.txt")
     try:
         import transformers
     except ImportError:
@@ -217,14 +230,19 @@ def probe_batch(model: PretrainingModel) -> Batch:
 def check_with_transformers(
     transformers, folder: Path, model: PretrainingModel, batch: Batch, wanted: tuple[Tensor, ...]
 ) -> str:
-    """Compare transformers' model and tokenizer with our logits; returns what was compared."""
+    """Compare transformers' model and tokenizer with ours; returns what was compared.
+
+    wanted: logits of our model. Raises `AssertionError` if anything differs.
+    """
     transformers.utils.logging.disable_progress_bar()
     peer, report = getattr(transformers, model.hf_class).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
-    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    other_keys = report["missing_keys"] or report["unexpected_keys"]
+    require(not other_keys, f"transformers loads other keys: {report}")
     if model.mlm:
-        assert peer.get_output_embeddings().weight is peer.get_input_embeddings().weight
+        tied = peer.get_output_embeddings().weight is peer.get_input_embeddings().weight
+        require(tied, "transformers does not tie the decoder to the word embeddings")
     padded = batch.padded(model.config.pad_token_id)
     padded.pop("labels"), padded.pop("next_sentence_label")
     with torch.no_grad():
@@ -234,7 +252,7 @@ def check_with_transformers(
     found = (tokens[batch.masked_positions] if model.mlm else tokens, *out[1:])
     for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
         difference = float((a - b).abs().max() / b.abs().max().clamp(min=1))
-        assert difference < 1e-5, f"logits {number} differ from transformers' by {difference}"
+        require(difference < 1e-5, f"logits {number} differ from transformers' by {difference}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     from tokenizers import Tokenizer
 
@@ -245,9 +263,10 @@ def check_with_transformers(
         "中文 ABC",
         "Don't e-mail: a@b.c \u200d 😀",
     ):
-        assert tokenizer(text)["input_ids"] == bare.encode(text).ids, text
-    tied = "tied decoder, " if model.mlm else ""
-    return f"transformers loads every key, equal logits, {tied}equal token ids"
+        same_ids = tokenizer(text)["input_ids"] == bare.encode(text).ids
+        require(same_ids, f"transformers' tokenizer gives other ids for {text!r}")
+    compared = "tied decoder, " if model.mlm else ""
+    return f"transformers loads every key, equal logits, {compared}equal token ids"
 
 
 # ---------------------------------------------------------------------------------- the run
@@ -287,7 +306,7 @@ def export_checkpoint(
     origin = {name: fingerprint[name] for name in ("vocab_sha256", "data_sha256")}
     origin["step"] = state["step"]
     for name, part in model.parts().items():
-        parameters = sum(p.numel() for p in part.parameters())
+        parameters = count_weights(part)
         card = model_card(
             config, state, parameters, lowercase, positions or trained, manifest, mask
         )

@@ -24,6 +24,11 @@ def model_of(
     return PretrainingModel(config, vocab_size, objectives_of(objective, bag_of_words_weight))
 
 
+def count_weights(module: torch.nn.Module) -> int:
+    """Count the parameters of a module, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def count_parameters(config: ModelConfig, vocab_size: int, objective: str) -> int:
     """Count the parameters of a model without building it, from those of one and of two layers."""
     counts = []
@@ -31,7 +36,7 @@ def count_parameters(config: ModelConfig, vocab_size: int, objective: str) -> in
         small = replace(config, num_hidden_layers=layers, num_hidden_groups=layers)
         with torch.device("meta"):
             model = model_of(small, vocab_size, objective)
-        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+        counts.append(count_weights(model))
     groups = config.num_hidden_groups or config.num_hidden_layers
     return counts[0] + (groups - 1) * (counts[1] - counts[0])
 
