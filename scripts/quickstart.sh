@@ -10,14 +10,22 @@ done
 EXTRAS=hf
 source "$(dirname "$0")/setup.sh"
 
+name=quickstart
 if [ ${#files[@]} -gt 0 ]; then
     name=quickstart-$(printf '%s\n' "${files[@]}" | cksum | cut -d' ' -f1)
     list=$(printf '"%s",' "${files[@]}")
-    overrides+=(corpus.builtin=null "corpus.files=[${list%,}]" "data_dir=data/$name" "run_dir=runs/$name")
+    overrides=(corpus.builtin=null "corpus.files=[${list%,}]" ${overrides[@]+"${overrides[@]}"})
 fi
-run_dir=runs/${name:-quickstart} data_dir=data/${name:-quickstart}
+# the folders come first, so that a data_dir or run_dir among the arguments wins
+overrides=("data_dir=data/$name" "run_dir=runs/$name" ${overrides[@]+"${overrides[@]}"})
+for word in "${overrides[@]}"; do
+    case $word in
+    data_dir=*) data_dir=${word#*=} ;;
+    run_dir=*) run_dir=${word#*=} ;;
+    esac
+done
 
-python -m data_pipeline configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
-python -m pretrain configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
+python -m data_pipeline configs/quickstart.yaml "${overrides[@]}"
+python -m pretrain configs/quickstart.yaml "${overrides[@]}"
 python scripts/try_held_out.py "$run_dir/export" "$data_dir"
 echo "A Hugging Face folder is in $run_dir/export; the losses are in $run_dir/metrics.jsonl"
