@@ -101,12 +101,18 @@ class SourceConfig:
     thrice. A held-out document is taken once at most."""
 
     def validate(self, key: str = "corpus") -> None:
-        given = [bool(self.builtin), bool(self.files), self.dataset is not None]
-        check(sum(given) == 1, f"{key} needs exactly one of builtin, files and dataset")
+        sources = {"builtin": self.builtin, "files": self.files, "dataset": self.dataset}
+        given = [name for name, value in sources.items() if value]
+        check(
+            len(given) == 1,
+            f"{key} needs exactly one of builtin, files and dataset, and has "
+            f"{' and '.join(given) or 'none'}; a key is dropped by KEY=null",
+        )
         names = [self.files] if isinstance(self.files, str) else self.files or []
         are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
         check(are_names, f"{key}.files is {self.files!r}; it can be a file or a list of files")
-        check(self.builtin in (None, "python-docs"), f"{key}.builtin {self.builtin!r}: python-docs")
+        if self.builtin is not None:
+            check_choice(f"{key}.builtin", self.builtin, ("python-docs",))
         check(
             re.fullmatch(r"[a-z]{2,3}(-\w+)*", self.language) is not None,
             f"{key}.language is {self.language!r}; give an ISO 639 code such as en or zh; no is "
@@ -128,7 +134,8 @@ class SourceConfig:
             "".encode(self.encoding)
         except (LookupError, UnicodeError):
             raise UserError(
-                f"{key}.encoding {self.encoding!r} is not one that Python knows"
+                f"{key}.encoding {self.encoding!r} is not one that Python knows; give one such as "
+                "utf-8, gb18030 or cp1252"
             ) from None
 
 
@@ -171,7 +178,7 @@ class CorpusConfig(SourceConfig):
                     setattr(source, key, os.path.abspath(os.path.join(folder, name)))
 
     def each_source(self) -> list[SourceConfig]:
-        """The sources in their order; a corpus of one is its own source."""
+        """List the sources in their order; a corpus of one is its own source."""
         return self.sources or [self]
 
 
@@ -213,17 +220,18 @@ class PairsConfig:
     objective: str = "nsp"
     """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
     single_segment_prob: float = number(0.0, "[0, 1]")
-    """Share of the sequences that have one segment all the same, and no part in this objective.
-    Evaluations have none, but where it is 1 in a phase."""
+    """Share of the sequences that have one segment in spite of the objective, and no label for it.
+    Evaluations have pairs only, or, in a phase where this is 1, single segments only."""
     masking: str = "whole_word"
     """What is masked together: a `whole_word`, a `span` of 1 to 10 words as in SpanBERT, an `ngram`
     of 1 to 3 words as in ALBERT, or each `token` alone."""
     masked_lm_prob: float = number(0.15, "(0, 1)")
     """Share of the ordinary tokens that are predicted."""
     mask_replace_prob: float = number(0.8, "[0, 1]")
-    """Share of the predicted words that become [MASK]."""
+    """Share of the predicted tokens that become [MASK]; each token is drawn by itself, but for
+    `span`, whose tokens share one draw."""
     random_replace_prob: float = number(0.1, "[0, 1]")
-    """Share of the predicted words that become random pieces; the rest stay as they are."""
+    """Share of the predicted tokens that become random pieces; the rest stay as they are."""
     max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
     """Most tokens that are predicted in a sequence; null: no bound."""
     short_seq_prob: float = number(0.1, "[0, 1)")
@@ -235,7 +243,9 @@ class PairsConfig:
         check_choice("data.masking", self.masking, ("whole_word", "span", "ngram", "token"))
         shares = (self.mask_replace_prob, self.random_replace_prob)
         check(
-            sum(shares) <= 1, f"data.mask_replace_prob and random_replace_prob sum to {sum(shares)}"
+            sum(shares) <= 1,
+            f"data.mask_replace_prob and random_replace_prob sum to {sum(shares):g}, and are "
+            "shares of the same tokens; lower one, so that they sum to 1 at most",
         )
         check(
             self.objective != "none" or not self.single_segment_prob,
@@ -257,7 +267,10 @@ class ProbesConfig:
     def validate(self) -> None:
         check_numbers(self, "eval.probes")
         for sentence in self.sentences:
-            check("[MASK]" in sentence, f"eval.probes.sentences: no [MASK] in {sentence!r}")
+            check(
+                "[MASK]" in sentence,
+                f"eval.probes.sentences: no [MASK] in {sentence!r}; write it for a hidden word",
+            )
 
 
 @dataclass
@@ -288,7 +301,7 @@ class DataConfig:
 
     @classmethod
     def defaults(cls, given: DictConfig) -> dict:
-        """Values that lie beneath the `given` ones of a file and the command line."""
+        """Return the values of fields that neither a file nor the command line has `given`."""
         return {}
 
     def validate(self) -> None:
@@ -302,7 +315,7 @@ class DataConfig:
         )
 
     def text_rules(self) -> VocabConfig:
-        """The section `vocab` with `path` and `strip_accents` decided."""
+        """Return the section `vocab` with `path` and `strip_accents` decided."""
         vocab = replace(self.vocab, path=self.vocab.path or self.init_from)
         if vocab.strip_accents is not None or vocab.path:
             return vocab
@@ -323,7 +336,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
-    """The config at `path` with `key=value` overrides, as a validated instance of `schema`.
+    """Read the config at `path` with `key=value` overrides, as a validated instance of `schema`.
 
     Skips the sections of training where `schema` has none.
     Raises `UserError` that names the file, the key and the nearest valid key.
@@ -380,11 +393,17 @@ def read_yaml(path: Path) -> DictConfig | ListConfig:
     """Read a YAML file; raises `UserError`, OSError, or one of the errors of YAML and OmegaConf."""
     text = read_utf8(path, "give a YAML file")
     items = sum(text.count(mark) for mark in ("[", "{", "- ", "? "))
-    check(items <= MOST_ITEMS, f"{path} has {items:,} items, and at most {MOST_ITEMS:,} are read")
+    check(
+        items <= MOST_ITEMS,
+        f"{path} has {items:,} items, and at most {MOST_ITEMS:,} are read; give many files by "
+        "a glob, such as corpus.files='texts/*.txt'",
+    )
     try:
         return OmegaConf.create(text)
     except AssertionError:  # a number, for example
-        raise UserError(f"{path} is not a mapping of sections") from None
+        raise UserError(
+            f"{path} is not a mapping of sections; see configs/quickstart.yaml"
+        ) from None
 
 
 def check_texts(value: Any, name: str) -> None:
@@ -424,5 +443,5 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
 
 
 def to_list(value: Any) -> list[str]:
-    """A list of strings from one string or a list of them."""
+    """Make a list of strings from one string or a list of them."""
     return [str(item) for item in ([value] if isinstance(value, str) else value or [])]

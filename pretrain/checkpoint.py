@@ -120,8 +120,9 @@ def write_checkpoint(
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(
-            f"no checkpoint at {final}: {error} ({wanted >> 20:,} MB wanted, {free >> 20:,} MB "
-            "free); free space and run the same command again, the checkpoints before it are kept"
+            f"no checkpoint at {final}: {error} ({wanted / 1e6:,.0f} MB wanted, "
+            f"{free / 1e6:,.0f} MB free); free space and run the same command again, the "
+            "checkpoints before it are kept"
         ) from None
     before = final.with_name(final.name + ".old")  # of the same step, if its evaluation was due
     if final.exists():

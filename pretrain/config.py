@@ -108,7 +108,7 @@ class ModelConfig:
         check(
             self.hidden_size % self.num_attention_heads == 0,
             f"model.hidden_size {self.hidden_size} is not a multiple of "
-            f"model.num_attention_heads {self.num_attention_heads}",
+            f"model.num_attention_heads {self.num_attention_heads}; change one of them",
         )
         check_choice(
             "model.hidden_act",
@@ -130,10 +130,11 @@ class PhaseConfig:
     """Settings of consecutive steps of a run; null: as in `data` and `train`."""
 
     steps: float = number(0, "(0, 1e9]")
-    """Updates of the phase; below 1: its share of `train.max_steps`."""
+    """Steps of the phase; below 1: its share of `train.max_steps`."""
     max_seq_length: int | None = number(None, "[8, 1e6]")
-    """As in `data`, like the four below. Evaluations use the length of `data`, to stay comparable,
-    and in a phase of another length that one too. Single segments alone are judged by such."""
+    """As in `data`, like the four fields below. Evaluations use the length of `data`, so that they
+    can be compared over the run, and in a phase of another length that length too. They use pairs,
+    but in a phase whose `single_segment_prob` is 1 single segments."""
     masked_lm_prob: float | None = number(None, "(0, 1)")
     """Probability that a token is predicted."""
     max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
@@ -143,20 +144,20 @@ class PhaseConfig:
     short_seq_prob: float | None = number(None, "[0, 1)")
     """Share of sequences with a random shorter target length."""
     global_batch_size: int | None = number(None, "[1, 1e7]")
-    """Sequences of an update, over all processes."""
+    """Sequences of a step, over all processes."""
     micro_batch_size: int | None = number(None, "[1, 1e7]")
     """Most sequences in one pass of one process."""
     learning_rate: float | None = number(None, "(0, 10]")
     """Starts a new schedule, warm-up included, which ends where the next one starts; null: continue
     the current schedule."""
     warmup_steps: float | None = number(None, "[0, 1e9]")
-    """Updates of warm-up in this phase's schedule; below 1: their share of its steps."""
+    """Steps of warm-up in this phase's schedule; below 1: their share of its steps."""
 
 
 @dataclass
 class TrainConfig:
     max_steps: int = number(1_000_000, "[1, 1e9]")
-    """Updates in total; the learning rate reaches 0 after the last."""
+    """Steps in total; the learning rate reaches 0 after the last."""
     extend: bool = False
     """Resume with a different `max_steps` even if its schedule would have given the finished steps
     other learning rates; training continues on the new schedule."""
@@ -164,7 +165,7 @@ class TrainConfig:
     """Consecutive phases, such as 128 tokens and then 512. Their `steps` are shares that add up to
     1, or numbers that add up to max_steps."""
     global_batch_size: int = number(256, "[1, 1e7]")
-    """Sequences of an update, over all processes."""
+    """Sequences of a step, over all processes."""
     micro_batch_size: int = number(32, "[1, 1e7]")
     """Largest number of sequences in one forward pass of one process (one more where a process
     would else have an empty pass); choose it by memory. The global batch is divided evenly among
@@ -176,14 +177,14 @@ class TrainConfig:
     learning_rate: float = number(1e-4, "(0, 10]")
     """Peak learning rate, reached at the end of the warm-up."""
     warmup_steps: float = number(0.01, "[0, 1e9]")
-    """Updates of linear warm-up; below 1: their share of the schedule's steps."""
+    """Steps of linear warm-up; below 1: their share of the schedule's steps."""
     schedule: str = "linear"
     """Decay from the end of the warm-up to 0 at the end of the run: `linear`, `cosine`,
     `polynomial`, or `trapezoid` (constant until `decay_steps` before the end, then linear)."""
     decay_power: float = number(0.5, "(0, 100]")
     """Exponent p of `polynomial`: (remaining share of the decay) ** p."""
     decay_steps: float | None = number(None, "[0, 1e9]")
-    """Updates of the decay of `trapezoid`; below 1: their share of the schedule's steps."""
+    """Steps of the decay of `trapezoid`; below 1: their share of the schedule's steps."""
     weight_decay: float = number(0.01, "[0, 10]")
     """Decoupled weight decay of matrices; biases and norms have none."""
     adam_beta1: float = number(0.9, "[0, 1)")
@@ -211,17 +212,17 @@ class TrainConfig:
     """Compile the layers with torch.compile; null: on a GPU only, since a CPU gains nothing
     measurable."""
     log_every: int = number(10, "[1, 1e9]")
-    """Updates between lines of metrics.jsonl."""
+    """Steps between lines of metrics.jsonl."""
     eval_every: int = number(1000, "[1, 1e9]")
-    """Updates between evaluations on the held-out split; the last step always evaluates."""
+    """Steps between evaluations on the held-out split; the last step always evaluates."""
     eval_examples: int = number(4000, "[1, 1e9]")
     """Largest number of held-out sequences to evaluate, always the same with the same masks."""
     save_every: int = number(1000, "[1, 1e9]")
-    """Updates between checkpoints; the last step always saves."""
+    """Steps between checkpoints; the last step always saves."""
     keep_checkpoints: int = number(2, "[1, 1e6]")
     """Number of newest checkpoints to keep."""
     keep_every: int | None = number(None, "[1, 1e9]")
-    """Updates between checkpoints that are kept for good, a multiple of save_every; null: none."""
+    """Steps between checkpoints that are kept for good, a multiple of save_every; null: none."""
     on_spike: str = "rollback"
     """What to do when the MLM loss of 10 steps in a row is 1 nat above the median of the 100 before
     them: `rollback` (take the weights of a checkpoint before them and go on with the next step, so
@@ -272,7 +273,11 @@ class TrainConfig:
 def check_steps(name: str, value: float) -> None:
     """Check that a value is a whole number of steps or a share below 1; raises `UserError`."""
     whole = value == int(value)
-    check(value >= 0 and (value < 1 or whole), f"{name} {value:g} is neither steps nor a share")
+    advice = "give a whole number of steps, or a share from 0 to below 1"
+    check(
+        value >= 0 and (value < 1 or whole),
+        f"{name} {value:g} is neither steps nor a share; {advice}",
+    )
 
 
 def count_steps(value: float, total: int) -> int:
@@ -327,8 +332,8 @@ class Config(DataConfig):
 
     @classmethod
     def defaults(cls, given: DictConfig) -> dict:
-        """The defaults of the family, where they differ from BERT's, and the sizes of the model to
-        start from.
+        """Return the defaults of the family, where they differ from BERT's, and the sizes of the
+        model to start from.
 
         A folder that is missing is reported where its vocabulary or its weights are read.
         """

@@ -65,7 +65,10 @@ class Monitor:
             self.log_line(f"warning: {line}")
 
     def has_finite_gradient(self, step: int, norm: float) -> bool:
-        """Tell whether to make update `step`; False if the gradient norm is not finite."""
+        """Record the gradient norm of `step`, and tell whether it is finite; else counts the skip.
+
+        Warns of a norm far above the usual one.
+        """
         state, norms = self.state, self.state["norms"]
         if not math.isfinite(norm):
             state["skipped"] += 1
@@ -84,7 +87,8 @@ class Monitor:
         return self.state["in_a_row"] >= MOST_SKIPPED
 
     def has_spiked(self, loss: float, is_new_phase: bool) -> bool:
-        """Tell whether the MLM loss is `SPIKE` nats above the usual for `SPIKE_STEPS` steps now.
+        """Record the MLM loss of a step, and tell whether it is the last of `SPIKE_STEPS` in a row
+        that are `SPIKE` nats above the usual loss.
 
         loss: of a step, in nats; not finite if the step is skipped, which then counts for nothing.
         is_new_phase: forget what was usual, since another length or mask rate has another loss.

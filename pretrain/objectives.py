@@ -6,8 +6,9 @@ weight x (sum of losses) / (count in the whole step).
 Each objective has a `name` (the prefix of its metrics), the `heads` of the model that it asks for,
 a `weight`, `count(batch)` (the number of its labels in a batch), `measure(model, states, batch)`,
 which returns a row of three sums, and `baselines(store, pairs, epoch)`: what guesses without a
-model reach on held-out documents. Rows of micro-batches, processes and steps are added up; a metric
-is a quotient of such sums.
+model reach on held-out documents. `ReplacedTokens` alone is measured otherwise: `Electra` gives it
+the logits of a batch whose masks its generator has filled. Rows of micro-batches, processes and
+steps are added up; a metric is a quotient of such sums.
 """
 
 from dataclasses import dataclass

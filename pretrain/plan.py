@@ -18,8 +18,7 @@ from accelerate import Accelerator
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.config import check as require
-from data_pipeline.config import load_config
+from data_pipeline.config import check, load_config
 from data_pipeline.sampling.batch_source import BatchSource, count_passes
 from data_pipeline.sampling.batches import Batch
 from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round_off
@@ -29,6 +28,7 @@ from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS
 from pretrain.models.bert import PretrainingModel
+from pretrain.models.build import count_weights
 from pretrain.models.cpu import TOKEN_MULTIPLE
 from pretrain.optim import build_optimizers
 from pretrain.processes import build_accelerator, is_compiled, matrix_dtype
@@ -38,16 +38,16 @@ from pretrain.train import update, zero_gradients
 SECONDS, SAMPLE = 10, 256  # length of the trial; sequences to count FLOPs in
 OVERFIT_LOSS, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach, steps, sequences
 USUAL_RATES = {"adamw": (1e-5, 2e-3), "muon": (2e-4, 2e-2), "lamb": (2e-4, 2e-2)}
-CARD, CARDS = "H100", (1, 8)  # numbers of cards to estimate time for
-MFU = 0.4  # assumed of a card
-LAUNCH = 8e-4  # seconds that a host takes to launch a layer of a pass, whose card may wait for it
+CARD, CARDS = "H100", (1, 8)  # GPU, and numbers of them, to estimate time for
+MFU = 0.4  # assumed of a GPU
+LAUNCH = 8e-4  # seconds that a host takes to launch a layer of a pass; the GPU may wait for it
 
 
 def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARDS) -> None:
     """Print the plan and its warnings.
 
     given: tokens of a corpus that is not prepared yet; None: estimate them from its files.
-    cards: numbers of cards to estimate time for.
+    cards: numbers of GPUs to estimate time for.
     Raises `UserError` for what `train` would refuse.
     """
     train, phases = config.train, phases_of(config)
@@ -65,10 +65,10 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     counts = None if assumed else sample_counts(store)
     of_model = torch.ones(len(store.vocabulary)) if assumed else torch.from_numpy(counts)
     model = build_model(config, of_model).to(accelerator.device)
-    weights, embeddings, encoder = map(count_parameters, (model, model.embeddings, model.layers))
+    weights, embeddings, encoder = map(count_weights, (model, model.embeddings, model.layers))
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
     for name, part in list(model.parts().items())[1:]:
-        rows["parameters"] += f"; {name} {count_parameters(part):,} with the same embeddings"
+        rows["parameters"] += f"; {name} {count_weights(part):,} with the same embeddings"
     total, fed, unusual = 0.0, [], []
     for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
@@ -84,7 +84,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         )
         is_given = counts is None or config.init_from or config.vocab.path
         of_words = None if is_given else counts[store.vocabulary.ordinary]
-        unusual += warnings(phase, epochs, tokens, of_words)
+        unusual += list_unusual(phase, epochs, tokens, of_words)
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
     optimizers = build_optimizers(model, train, matrix_dtype(accelerator))
@@ -116,10 +116,6 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         print(f"{name:20}{value}")
     for line in dict.fromkeys(unusual):
         print(f"warning: {line}")
-
-
-def count_parameters(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def describe_epochs(
@@ -154,7 +150,7 @@ def describe_preparation(work: Preparation) -> str:
 
 
 def estimate_time(operations: float, phases: list[Phase], cards: int, layers: int) -> str:
-    """Describe the time of a run on some cards, or why they cannot divide its batch."""
+    """Describe the time of a run on so many GPUs, or why they cannot divide its batch."""
     try:
         passes = [
             count_passes(p.train.global_batch_size, p.train.micro_batch_size, cards) for p in phases
@@ -268,7 +264,7 @@ def backward(model, batch: Batch, accelerator: Accelerator) -> float:
     return losses[0].item()
 
 
-def warnings(
+def list_unusual(
     phase: Phase, epochs: float, tokens: float, counts: np.ndarray | None
 ) -> Iterator[str]:
     """Yield a warning for each unusual setting of a phase.
@@ -293,12 +289,12 @@ def warnings(
         yield f"data.max_predictions_per_seq {most} cuts the {wanted} masks of a full sequence"
 
 
-def check(config: Config) -> None:
-    """Print an input sequence and overfit a batch.
+def check_learning(config: Config) -> None:
+    """Print an input sequence and overfit a batch, to show that the model can learn.
 
     Raises `UserError` if a parameter has no gradient or the loss stays above `OVERFIT_LOSS`.
     """
-    require(
+    check(
         has_store(config),
         f"--check learns from the prepared data, and there is no store at {config.data_dir}; make "
         "one: python -m data_pipeline CONFIG",
@@ -345,11 +341,11 @@ def main() -> None:
     )
     parser.add_argument("--cards", type=int, metavar="N", help=f"{CARD}s to estimate time for")
     args = parser.parse_intermixed_args()
-    require(args.tokens is None or 1 <= args.tokens < inf, f"--tokens {args.tokens} is below 1")
-    require(args.cards is None or args.cards >= 1, f"--cards {args.cards} is below 1")
+    check(args.tokens is None or 1 <= args.tokens < inf, f"--tokens {args.tokens} is below 1")
+    check(args.cards is None or args.cards >= 1, f"--cards {args.cards} is below 1")
     config = load_config(Config, args.config, args.overrides)
     if args.check:
-        check(config)
+        check_learning(config)
     else:
         plan(config, args.tokens, [args.cards] if args.cards else CARDS)
 

@@ -74,7 +74,7 @@ class Run:
         return Path(self.config.run_dir)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Tell whether this is the main process, which alone writes and prints."""
         return self.accelerator.is_main_process
 

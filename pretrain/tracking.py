@@ -43,7 +43,7 @@ class Tracker:
 
     def __init__(self, run_dir: Path, step: int, reports: bool, is_due: bool = False):
         self.path = run_dir / "metrics.jsonl"
-        lines, damaged = sort_lines(self.path)
+        lines, damaged = read_lines(self.path)
         kept = [line for line in lines if line["step"] <= step]
         if is_due:  # the evaluation of the last step is made again
             kept = [line for line in kept if line["step"] < step or not is_evaluation(line)]
@@ -126,7 +126,7 @@ def follow(path: Path) -> Iterator[dict]:
         while not is_over:
             is_over, _, _ = select.select([sys.stdin], [], [], 1.0)
             *whole, rest = (rest + file.read()).split(b"\n")
-            yield from sort(whole)[0]
+            yield from parse_lines(whole)[0]
     signal.alarm(PATIENCE)
     if not sys.stdin.read():
         raise EOFError("the run ended without a word")
@@ -134,11 +134,11 @@ def follow(path: Path) -> Iterator[dict]:
 
 def read_metrics(path: Path) -> list[dict]:
     """Read the lines of a `metrics.jsonl` that are not damaged."""
-    return sort_lines(path)[0]
+    return read_lines(path)[0]
 
 
-def sort_lines(path: Path) -> tuple[list[dict], list[bytes]]:
-    """Read a `metrics.jsonl`: the lines of the record, and those that are none, as they are.
+def read_lines(path: Path) -> tuple[list[dict], list[bytes]]:
+    """Read a `metrics.jsonl`: the parsed lines of the record, and the bytes of the damaged ones.
 
     What follows the last line break is neither: a killed run leaves it, and writes that line again.
     """
@@ -146,11 +146,11 @@ def sort_lines(path: Path) -> tuple[list[dict], list[bytes]]:
         return [], []
     check_regular(path)
     *whole, _ = path.read_bytes().split(b"\n")
-    return sort(whole)
+    return parse_lines(whole)
 
 
-def sort(whole: list[bytes]) -> tuple[list[dict], list[bytes]]:
-    """Part whole lines into those of a record, parsed, and others."""
+def parse_lines(whole: list[bytes]) -> tuple[list[dict], list[bytes]]:
+    """Parse whole lines of a record; returns those that are sound, and the bytes of the others."""
     lines, damaged = [], []
     for line in whole:
         try:

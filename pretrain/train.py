@@ -59,7 +59,7 @@ from pretrain.sharding import clip_gradients, no_sync, shard_like, unshard
 from pretrain.tracking import Tracker
 from pretrain.watch import end_watch, mark, name_lost_ranks
 
-TRIM_EVERY = 60.0  # seconds; activations of ever other sizes fragment the heap
+TRIM_EVERY = 60.0  # seconds; activations, whose sizes differ from step to step, fragment the heap
 
 
 @name_lost_ranks()
@@ -86,7 +86,7 @@ def train(config: Config) -> None:
         mark(step)
         phase = enter_phase(run, step)
         run.bare.sample_start = sample_start(config.seed, step)
-        counts = count_asked(run.bare.objectives, micro_batches, accelerator)
+        counts = count_labels(run.bare.objectives, micro_batches, accelerator)
         sums = torch.zeros(record.sums.shape, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(micro_batches):
             mark()
@@ -99,7 +99,7 @@ def train(config: Config) -> None:
                 accelerator.backward(loss * accelerator.num_processes)  # DDP averages
             sums += rows.detach()
         norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf)
-        leave_pair_heads(run.bare, phase)
+        drop_pair_gradients(run.bare, phase)
         rate = learning_rate(step - phase.schedule_start, phase.train)
         found = agree_on_step(sums, norm, run.stop_signal(), accelerator)  # all decide alike
         found = update(run.optimizers, rate, found)
@@ -135,13 +135,13 @@ class Record:
         self.clock = Clock(run.accelerator.num_processes, peak_flops(run.accelerator.device))
         self.left = TimeLeft(run.phases, state["step"])
         self.bar = progress_bar(
-            "training", settings.max_steps, "step", state["step"], disable=not run.main
+            "training", settings.max_steps, "step", state["step"], disable=not run.is_main
         )
-        self.log_line = self.bar.write if run.main else lambda line: None
+        self.log_line = self.bar.write if run.is_main else lambda line: None
         counts, unknown = sample_counts(run.store), run.store.vocabulary["[UNK]"]
         kept = state.get("monitor", {})
         self.monitor = Monitor(run.phases, counts, unknown, kept, self.log_line)
-        if run.main:
+        if run.is_main:
             reports = run.config.tracking.wandb is not None
             is_due = state.get("evaluation_due", False)
             self.tracker = Tracker(run.run_dir, state["step"], reports, is_due)
@@ -159,14 +159,14 @@ class Record:
         if time.monotonic() - self.trimmed > TRIM_EVERY:
             return_freed_memory()
             self.trimmed = time.monotonic()
-        if run.main:
+        if run.is_main:
             self.tracker.log(done, metrics)
             said = say_progress(metrics, run.config.data.objective, self.left.seconds(done))
             self.bar.set_postfix_str(said, refresh=False)
 
     def log_skipped(self, run: Run, step: int, sums: torch.Tensor) -> None:
         """Record the examples of a skipped step, which `BatchSource.batch` of its phase builds."""
-        if run.main:
+        if run.is_main:
             phase = phase_at(run.phases, step)
             size, losses = phase.train.global_batch_size, sums[:, 0].tolist()
             batch = {"phase": run.phases.index(phase), "first": (step - phase.start) * size}
@@ -224,7 +224,9 @@ def abort_run(run: Run, record: Record, step: int) -> NoReturn:
     """Stop all ranks after too many steps in a row without a finite gradient."""
     record.bar.close()
     finish_writing(run)
-    stop_all(record.monitor.explain_skips(step, run.run_dir) if run.main else "", run.accelerator)
+    stop_all(
+        record.monitor.explain_skips(step, run.run_dir) if run.is_main else "", run.accelerator
+    )
 
 
 def answer_spike(run: Run, record: Record, done: int) -> None:
@@ -240,7 +242,7 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
     finish_writing(run)
     latest = done - 2 * SPIKE_STEPS  # damage can be older than the loss that shows it
     good = share_from_main(
-        lambda: run.main and last_good(run.run_dir / "checkpoints", latest, monitor.passed_over),
+        lambda: run.is_main and last_good(run.run_dir / "checkpoints", latest, monitor.passed_over),
         run.accelerator,
     )
     if action == "rollback" and good and good.name != monitor.state["went_back_to"]:
@@ -250,7 +252,7 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
             if step_of(good) <= phase.start < done:
                 start_positions(run, phase)
         monitor.note_rollback(done, good.name)
-        if run.main:
+        if run.is_main:
             record.tracker.log(done, {}, rollback={"to": good.name, "done": done})
         return
     stop_all(
@@ -285,7 +287,7 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
             found |= scored
             others = run.probes.fill(run.bare, run.accelerator)
         run.state["evaluation"] = found
-        if run.main:
+        if run.is_main:
             if found or others:  # a phase may have no held-out text of its length
                 record.tracker.log(done, found, **others)
                 said = say_evaluation(found, run.config.data.objective)
@@ -316,7 +318,7 @@ def save_run(run: Run, record: Record, done: int) -> None:
         finish_writing(run)
         if difference := explain_difference(run.bare, run.accelerator):
             stop_all(difference, run.accelerator)
-        run.writing = save_checkpoint(folder, *tensors, run.state, *kept, run.main)
+        run.writing = save_checkpoint(folder, *tensors, run.state, *kept, run.is_main)
 
 
 def finish_writing(run: Run) -> Path | None:
@@ -332,11 +334,11 @@ def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
     saved = finish_writing(run)
     record.bar.close()
     message = ""
-    if run.main:
+    if run.is_main:
         record.tracker.close()
         message = f"stopped at step {done:,} on {stop.name}; the checkpoint is {saved}; start the "
         message += "same command again to go on"
-    leave(run)
+    leave_group(run)
     run.lock.close()
     raise Stopped(message)
 
@@ -350,13 +352,13 @@ def finish(run: Run, record: Record) -> None:
     finish_writing(run)
     state, run_dir = run.state, run.run_dir
     why_not = record.monitor.explain_divergence(state["evaluation"])
-    leave(run)  # so that nobody waits for the main process, or fails with it
+    leave_group(run)  # so that nobody waits for the main process, or fails with it
     with run.lock:
-        if run.main:
+        if run.is_main:
             record.tracker.close()
         if why_not:
             stop_all(why_not, run.accelerator)
-        if run.main:
+        if run.is_main:
             seconds = time.perf_counter() - record.left.began
             checkpoint = newest_checkpoint(run_dir / "checkpoints")
             export_checkpoint(checkpoint, run.config, run_dir / "export")
@@ -364,8 +366,8 @@ def finish(run: Run, record: Record) -> None:
             describe_end(run_dir, state["step"], seconds, state["evaluation"])
 
 
-def leave(run: Run) -> None:
-    """Leave the process group."""
+def leave_group(run: Run) -> None:
+    """Leave the process group, and free the model (a collective call)."""
     end_watch()
     run.accelerator.wait_for_everyone()
     del run.model, run.bare, run.optimizers
@@ -394,7 +396,7 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     )
 
 
-def count_asked(
+def count_labels(
     objectives: tuple, micro_batches: list[Batch], accelerator: Accelerator
 ) -> torch.Tensor:
     """Count the labels of each objective in the whole step, over all micro-batches and processes.
@@ -422,9 +424,12 @@ def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
     return [[math.nan if number is None else number for number in row] for row in sums]
 
 
-def leave_pair_heads(model: PretrainingModel, phase: Phase) -> None:
-    """Free the gradients of the pair heads in a phase without pairs, where they are 0: the
-    optimizers would decay the weights, and take its steps for some that they have learned from."""
+def drop_pair_gradients(model: PretrainingModel, phase: Phase) -> None:
+    """Free the gradients of the pair heads in a phase without pairs, where they are 0.
+
+    The optimizers then leave the heads alone; with gradients of 0 they would decay the weights, and
+    count steps from which the heads have learned nothing.
+    """
     if phase.data.single_segment_prob == 1 and model.nsp:
         for head in (model.pooler, model.nsp):
             head.zero_grad()

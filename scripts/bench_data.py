@@ -128,9 +128,9 @@ def measure_preparation(config: DataConfig, runs: int) -> None:
 def sample_documents(config: DataConfig) -> list[list[str]]:
     """Sample about `SAMPLE_BYTES` of documents across the corpus, split into sentences."""
     split, rejects = sentence_splitter(config.corpus.language), Rejects()
-    pieces = list_file_chunks(config.corpus)
+    chunks = list_file_chunks(config.corpus)
     every = max(1, os.path.getsize(config.corpus.files) // SAMPLE_BYTES)
-    texts = (text for piece in pieces for text in read_documents(piece, config.corpus, rejects))
+    texts = (text for chunk in chunks for text in read_documents(chunk, config.corpus, rejects))
     chosen = (text for number, text in enumerate(texts) if number % every == 0)
     return [list(split_sentences(text, split)) for text in chosen]
 

@@ -194,6 +194,11 @@ class Task:
         return mean(map(model.count_flops, self.batches))
 
 
+def count_rows(size: str, length: int, device: str) -> int:
+    """Count the sequences of a batch on a device."""
+    return BATCH_TOKENS[device] // length // (2 if size == "large" else 1)
+
+
 def make_task(
     data_dir: Path,
     size: str,
@@ -210,7 +215,7 @@ def make_task(
     vocabulary = read_vocabulary(data_dir / "vocab")
     store = TokenStore.open(data_dir / "store", "train", vocabulary)
     source = BatchSource(store, PairsConfig(max_seq_length=length), 0)
-    rows = BATCH_TOKENS[device] // length // (2 if size == "large" else 1)
+    rows = count_rows(size, length, device)
     batches = [source.batch(i * rows, rows) for i in range(count)]
     if is_full:
         batches = [fill_up(batch, length) for batch in batches]
@@ -408,7 +413,7 @@ def speeds(config: Path, model: dict, train: dict, others: dict, processes: int)
 
 def train_steps(data_dir: Path, size: str, length: int, steps: int = 120) -> list[dict]:
     """Train without dropout on a GPU; returns the logged metrics without the warm-up line."""
-    rows = BATCH_TOKENS["cuda"] // length // (2 if size == "large" else 1)
+    rows = count_rows(size, length, "cuda")
     model = SIZES[size] | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     train = {"global_batch_size": rows, "micro_batch_size": rows, "max_steps": steps}
     train |= {"phases": [], "warmup_steps": 10, "log_every": steps // 6, "eval_examples": 64}

@@ -1,6 +1,6 @@
 """Compare the project's speed, memory and model quality with its peers':
 
-python scripts/benchmark.py {data,loader,model} [--config CONFIG] [--files FILE ...] [--runs N]
+python scripts/benchmark.py {data,loader,model,all} [--config CONFIG] [--files FILE ...] [--runs N]
                             [--device cpu|cuda] [--sizes tiny ...] [--threads N]
 python scripts/benchmark.py learn [--config CONFIG] [--minutes 20]
 python scripts/benchmark.py sentences --rules FOLDER
@@ -77,8 +77,8 @@ def as_one_file(config: DataConfig, folder: Path) -> DataConfig:
     """
     rejects, path = Rejects(), folder / "corpus.txt"
     with open(path, "w", encoding="utf-8") as file:
-        for piece in list_file_chunks(config.corpus):
-            for document in read_documents(piece, config.corpus, rejects):
+        for chunk in list_file_chunks(config.corpus):
+            for document in read_documents(chunk, config.corpus, rejects):
                 file.write(document + "\n\n")
     corpus = replace(
         config.corpus,

@@ -97,7 +97,7 @@ for point in plan["counted"]:
 if plan["fault"]:
     wrap(plan["point"], fail)
 if plan["lists"]:
-    wrap("pretrain.train:count_asked", list_sequences)
+    wrap("pretrain.train:count_labels", list_sequences)
 runpy.run_module(plan["program"], run_name="__main__", alter_sys=True)
 """
 Start = Callable[[list[list[str]]], int]

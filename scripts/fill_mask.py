@@ -25,7 +25,7 @@ def fill_mask(
     """
     vocabulary, (ids,) = read_vocabulary(folder), encode_texts(folder, [sentence])
     if vocabulary["[MASK]"] not in ids:
-        raise UserError(f"no [MASK] in {sentence!r}")
+        raise UserError(f"no [MASK] in {sentence!r}; write [MASK] for the word to fill in")
     check_lengths([ids], vocabulary, model.config.max_position_embeddings)
     return fill_masks(model, [ids], vocabulary, Accelerator(cpu=True), k)[0]
 

@@ -157,7 +157,8 @@ def check_settings(args: argparse.Namespace) -> None:
         check(value is None or value > 0, f"--{name.replace('_', '-')} {value}: wanted 1 or more")
     check(min(args.learning_rates) > 0, "--learning-rates: wanted numbers above 0")
     check(0 <= args.warmup < 1, f"--warmup {args.warmup}: wanted 0 to below 1")
-    check(args.dropout is None or 0 <= args.dropout < 1, f"--dropout {args.dropout}: wanted 0 to 1")
+    dropout = args.dropout
+    check(dropout is None or 0 <= dropout < 1, f"--dropout {dropout}: wanted 0 to below 1")
     check(len({*args.seeds}) == len(args.seeds), "--seeds holds a seed twice")
     check(min(args.seeds) >= 0, f"--seeds {min(args.seeds)}: wanted 0 or more")
     is_classification = args.task in ("classification", "multi_label")
@@ -335,7 +336,7 @@ def summarize(name: str, runs: Search, metric: str, task: Task, splits: dict[str
 
 
 def spread(rows: list[dict[str, float]]) -> dict[str, dict]:
-    """Mean, standard deviation (None of one value) and values of each metric, over the seeds."""
+    """Compute the mean, standard deviation (None of one value) and values of each metric."""
     return {
         metric: {
             "mean": statistics.mean(row[metric] for row in rows),

@@ -210,7 +210,7 @@ class Row:
 
 
 def labelled_texts(row: Row, task: str) -> Example:
-    """One or two sentences and what they are labelled with."""
+    """Read one or two sentences and their label from a row."""
     texts = [row.text("text")]
     if row.find("second") or "second" in row.columns:
         texts.append(row.text("second"))
@@ -241,14 +241,14 @@ def is_name(label: object) -> bool:
 
 
 def tagged_words(row: Row, task: str) -> Example:
-    """The words of a sentence and a tag for each."""
+    """Read the words of a sentence, and a tag for each, from a row."""
     words, tags = row.texts("tokens"), row.texts("tags")
     check(len(words) == len(tags), f"{row.place}: {len(words)} words and {len(tags)} tags")
     return Example(row.place, words, tags)
 
 
 def choices(row: Row, task: str) -> Example:
-    """A context, what may follow it, and the index of what does."""
+    """Read a context, the choices, and the index of the right one from a row."""
     texts, label = row.texts("choices"), row.get("label")
     check(len(texts) > 1, f"{row.place} has {len(texts)} choices; wanted two or more")
     is_index = str(label) in map(str, range(len(texts)))

@@ -57,7 +57,7 @@ def number_scores(wanted: Sequence[float], found: Sequence[float]) -> dict[str, 
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's correlation; 0 where one side is constant."""
+    """Compute Pearson's correlation; 0 where one side is constant."""
     a, b = a - a.mean(), b - b.mean()
     norm = np.sqrt((a @ a) * (b @ b))
     return a @ b / norm if norm else 0.0
@@ -151,7 +151,7 @@ def squad_text(text: str) -> str:
 
 
 def squad_f1(wanted: str, found: str) -> float:
-    """F1 of the bags of words."""
+    """Compute the F1 of the bags of words."""
     a, b = squad_text(wanted).split(), squad_text(found).split()
     return f1_of((Counter(a) & Counter(b)).total(), len(a), len(b))
 
@@ -162,7 +162,8 @@ def cmrc_text(text: str) -> str:
 
 
 def cmrc_f1(wanted: str, found: str) -> float:
-    """F1 of the longest common run of Chinese characters and words and numbers of other scripts."""
+    """Compute the F1 of the longest common run of Chinese characters, and of words and numbers of
+    other scripts."""
     a, b = CMRC_PIECES.findall(cmrc_text(wanted)), CMRC_PIECES.findall(cmrc_text(found))
     longest, before = 0, [0] * (len(b) + 1)
     for x in a:
@@ -174,5 +175,5 @@ def cmrc_f1(wanted: str, found: str) -> float:
 
 
 def f1_of(common: int, wanted: int, found: int) -> float:
-    """F1 of a number of common pieces; 0 without any."""
+    """Compute the F1 of a number of common parts; 0 without any."""
     return 2 * common / (wanted + found) if common else 0.0

@@ -367,7 +367,7 @@ class QuestionAnswering(Task):
 
 
 def allowed_spans(tokens: int, longest: int) -> Tensor:
-    """bool (first token, last token): not backwards, and at most `longest` tokens."""
+    """Mark the spans that an answer may have, of at most `longest` tokens: bool (first, last)."""
     ones = torch.ones(tokens, tokens, dtype=torch.bool)
     return ones.triu().tril(longest - 1)
 
@@ -375,7 +375,7 @@ def allowed_spans(tokens: int, longest: int) -> Tensor:
 def encode_with_offsets(
     text: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of a text, without special tokens, and the characters that each stands for."""
+    """Encode a text without special tokens; returns the ids, and the characters of each."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return found["input_ids"], found["offset_mapping"]
 

@@ -23,7 +23,10 @@ SHORTEST, LONGEST = 6, 20  # tokens of a sentence
 
 
 def choose_sentences(store: TokenStore, count: int) -> list[np.ndarray]:
-    """Choose sentences of 6 to 20 tokens, evenly over a split; fewer than `count` if need be."""
+    """Choose sentences of `SHORTEST` to `LONGEST` tokens without [UNK], evenly over a split.
+
+    Returns at most `count` of them, int64 arrays of tokens.
+    """
     ends = store.sentence_offsets
     sizes = np.diff(ends)
     fit = np.flatnonzero((sizes >= SHORTEST) & (sizes <= LONGEST))

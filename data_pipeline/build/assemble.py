@@ -32,7 +32,7 @@ from data_pipeline.sampling.token_store import (
 )
 
 SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # counts per source in a manifest
-BLOCK_BYTES = 1 << 24
+BLOCK = 1 << 24  # elements of an array to copy at once
 
 
 def assemble_store(
@@ -105,7 +105,7 @@ def join_shards(parts: list[tuple[Path, dict]], out: Path, bar, marked: bool) ->
     for name, size in zip(ARRAYS, sizes, strict=True):
         arrays = (load_array(folder / f"{name}.npy") for folder in folders)
         if name == "tokens":
-            write_array(out / f"{name}.npy", dtype, size, count_tokens(arrays, bar))
+            write_array(out / f"{name}.npy", dtype, size, read_blocks(arrays, bar))
         else:
             write_array(out / f"{name}.npy", np.dtype(np.int64), size, shift_offsets(arrays))
     if marked:  # in a split without documents too
@@ -117,11 +117,12 @@ def join_shards(parts: list[tuple[Path, dict]], out: Path, bar, marked: bool) ->
     return totals | {"sha256": {path.name: hash_file(path) for path in sorted(out.iterdir())}}
 
 
-def count_tokens(arrays: Iterator[np.ndarray], bar) -> Iterator[np.ndarray]:
+def read_blocks(arrays: Iterator[np.ndarray], bar) -> Iterator[np.ndarray]:
+    """Yield the elements of several arrays in blocks, and count them on a progress bar."""
     for array in arrays:
-        for start in range(0, len(array), BLOCK_BYTES):
-            yield array[start : start + BLOCK_BYTES]
-            bar.update(min(BLOCK_BYTES, len(array) - start))
+        for start in range(0, len(array), BLOCK):
+            yield array[start : start + BLOCK]
+            bar.update(min(BLOCK, len(array) - start))
 
 
 def shift_offsets(arrays: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -139,8 +140,8 @@ def unpack_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]
     parts: (uint8 array, number of bits) of each shard.
     """
     for packed, n in parts:
-        for start in range(0, len(packed), BLOCK_BYTES):
-            block = packed[start : start + BLOCK_BYTES]
+        for start in range(0, len(packed), BLOCK):
+            block = packed[start : start + BLOCK]
             count = min(8 * len(block), n - 8 * start)
             yield np.unpackbits(block, bitorder="little", count=count)
 

@@ -27,7 +27,7 @@ VOCAB = (
     "min_frequency",
     "character_coverage",
 )
-PIECES = "pieces"  # name in the manifest for the hash of a source's text
+TEXT_HASH = "pieces"  # key of the hash of a source's text, as manifests have it since 0.1.0
 
 
 def hash_json(value) -> str:
@@ -46,10 +46,10 @@ def store_settings(
     settings |= {f"vocab.{name}": getattr(vocab, name) for name in VOCAB}
     settings["vocab.path"] = hash_json(existing) if existing else None
     for i, source in enumerate(corpus.each_source()):
-        own = [[p.layout, p.start, p.end, p.version or p.path] for p in chunks if p.source == i]
-        values = {name: getattr(source, name) for name in SOURCE} | {PIECES: hash_json(own)}
+        own = [[c.layout, c.start, c.end, c.version or c.path] for c in chunks if c.source == i]
+        values = {name: getattr(source, name) for name in SOURCE} | {TEXT_HASH: hash_json(own)}
         values |= {name: identify(getattr(source, name)) for name in PLUG_INS}
-        values["dataset"] = named(source.dataset, DATASET)
+        values["dataset"] = pick_fields(source.dataset, DATASET)
         settings |= {f"corpus.sources[{i}].{name}": value for name, value in values.items()}
     return settings
 
@@ -62,7 +62,8 @@ def identify(plug_in: str | None) -> str | None:
     return f"{function} of a file with sha256 {hash_file(Path(path))}"
 
 
-def named(section: DatasetConfig | None, names: tuple[str, ...]) -> dict | None:
+def pick_fields(section: DatasetConfig | None, names: tuple[str, ...]) -> dict | None:
+    """Return the fields of a section by name; None of none."""
     return section and {name: getattr(section, name) for name in names}
 
 
@@ -90,7 +91,7 @@ def list_differences(manifest: dict, settings: dict) -> list[str]:
     for name in sorted(settings.keys() | built.keys()):
         was, now = (side.get(name, default_of(name)) for side in (built, settings))
         short = name.replace("sources[0].", "") if one_source else name
-        if was != now and name.endswith(f".{PIECES}"):
+        if was != now and name.endswith(f".{TEXT_HASH}"):
             phrases.append("the text is another" if name in settings else f"{short} is gone")
         elif was != now:
             phrases.append(f"{short} was {was!r}, is {now!r}")
@@ -107,7 +108,7 @@ def key_of_schema_1(
         old |= {"words": source.word_segmenter, "sentences": source.sentence_splitter}
         same = ("text_field", "encoding", "errors", "language", "weight")
         old |= {name: getattr(source, name) for name in same}
-        return old | {"dataset": named(source.dataset, DATASET)}
+        return old | {"dataset": pick_fields(source.dataset, DATASET)}
 
     described = fields(corpus) | {"deduplicate": corpus.deduplicate}
     described["held_out"] = corpus.held_out_fraction

@@ -42,7 +42,7 @@ from data_pipeline.common.folders import (
     check_space,
     claim_folder,
     install_files,
-    is_sound,
+    is_intact,
     lock_folder,
     remove_entries,
     sealed_folder,
@@ -81,6 +81,10 @@ CHINESE = (
     "corpus.word_segmenter=segmenter, by which whole words are masked in place of characters"
 )
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
+LANGUAGE_SAMPLE = 1 << 16  # characters of each source by which Chinese is recognised
+# Of the files in `work`: 1 and 2 divided the text among the tasks in another way, 3 kept no
+# checksums, 4 had words of other tokenizers as text, 5 and 6 other rules of where a sentence ends.
+WORK_VERSION = 7
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 
 
@@ -196,9 +200,7 @@ class Work:
         # the pieces of another kind of tokenizer do not tell how it divides text
         known = [*self.existing, self.whole.to_str()] if self.whole else self.existing
         self.settings = store_settings(self.corpus, vocab, self.chunks, known)
-        # 1 and 2 divided the text among the tasks in another way, 3 kept no checksums, 4 had words
-        # of other tokenizers as text, 5 and 6 other rules of where a sentence ends
-        self.name = settings_key(self.settings | {"work": 7})[:16]
+        self.name = settings_key(self.settings | {"work": WORK_VERSION})[:16]
         self.groups = group_chunks(self.chunks)
         self.hashed, self.scans = self.results("hashes"), self.results("scan")
         self.earlier = self.folder / f"{self.name}-earlier"
@@ -235,7 +237,8 @@ def plan_comparing(work: Work) -> Plan:
     return [group_task(hash_group, group, out, sources[group[0].source]) for group, out in both]
 
 
-def join_hashes(work: Work) -> None:
+def write_earlier(work: Work) -> None:
+    """Find the texts of each group that an earlier group has."""
     find_earlier(work.hashed, work.earlier)
 
 
@@ -252,8 +255,9 @@ def plan_reading(work: Work) -> Plan:
     ]
 
 
-def join_words(work: Work) -> None:
-    """Train the vocabulary on the training words, and write and print how it fits held-out ones."""
+def write_vocab(work: Work) -> None:
+    """Check that the corpus holds text, train the vocabulary on its training words, and write and
+    print how it fits held-out ones."""
     check_corpus(work.stats, work.config, work.groups)
     counts, unseen = merge_counts(work.scans, "train"), merge_counts(work.scans, "held_out")
     try:
@@ -274,7 +278,7 @@ def join_words(work: Work) -> None:
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
     for i, source in enumerate(work.corpus.each_source()):
-        sample = "".join(sample_source(work, i, SAMPLE // 16))
+        sample = "".join(sample_source(work, i, LANGUAGE_SAMPLE))
         if source.language == "en" and is_chinese(sample):  # which nobody has set
             print(red(f"warning: {name_source(source)}: {CHINESE}"))
     print_report(report)
@@ -305,7 +309,7 @@ def plan_encoding(work: Work) -> Plan:
     return plan
 
 
-def join_shards(work: Work) -> None:
+def write_store(work: Work) -> None:
     """Assemble the token store, and remove all other results."""
     sources = describe_sources(work.corpus, work.groups, work.stats, work.shards)
     store_dir = work.data_dir / "store"
@@ -337,10 +341,10 @@ class Stage:
 
 
 STAGES = (
-    Stage("comparing", "compare it", "compared", plan_comparing, join_hashes, is_compared),
-    Stage("reading", "read the text", "read", plan_reading, join_words, is_read),
+    Stage("comparing", "compare it", "compared", plan_comparing, write_earlier, is_compared),
+    Stage("reading", "read the text", "read", plan_reading, write_vocab, is_read),
     Stage(
-        "encoding", "encode the words", "encoded", plan_encoding, join_shards, lambda work: False
+        "encoding", "encode the words", "encoded", plan_encoding, write_store, lambda work: False
     ),
 )
 
@@ -422,7 +426,7 @@ def remove_damaged(work: Work) -> None:
     found = sorted(path for path in work.folder.glob(f"{work.name}-*") if path.is_dir())
     size = sum(path.stat().st_size for one in found for path in one.rglob("*"))
     with progress_bar("checking", size, "B", delay=5) as bar:
-        damaged = [path for path in found if not is_sound(path, bar.update)]
+        damaged = [path for path in found if not is_intact(path, bar.update)]
     if damaged:
         print(f"damaged and made again: {len(damaged)} of {len(found)} results, {damaged[0]} first")
         names = {path.name for path in (*damaged, work.earlier, work.vocab_dir)}

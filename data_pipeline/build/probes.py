@@ -80,7 +80,10 @@ def parse_blimp(line: str, paradigm: str, place: str) -> MinimalPair:
         row = parse_json(line)
     except ValueError as error:
         raise UserError(f"{place} is not JSON ({error}); correct it") from None
-    check(isinstance(row, dict), f"{place} is not a JSON object with the keys of BLiMP")
+    check(
+        isinstance(row, dict),
+        f"{place} is not a JSON object; write one a line, with sentence_good and sentence_bad",
+    )
     for key in ("sentence_good", "sentence_bad"):
         found = row.get(key)
         is_text = isinstance(found, str) and found.strip()

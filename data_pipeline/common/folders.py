@@ -113,13 +113,13 @@ def atomic_folder(out: Path, shared: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def sealed_folder(out: Path, shared: bool = False) -> Iterator[Path]:
-    """Open an `atomic_folder` that gets the checksums of its files, which `is_sound` compares."""
+    """Open an `atomic_folder` that gets the checksums of its files, which `is_intact` compares."""
     with atomic_folder(out, shared) as folder:
         yield folder
         (folder / SEAL).write_text(json.dumps(sum_files(folder)))
 
 
-def is_sound(folder: Path, note: Callable[[int], object] = int) -> bool:
+def is_intact(folder: Path, note: Callable[[int], object] = int) -> bool:
     """Tell whether the files of a sealed folder are those that were written, byte for byte; calls
     `note` with the size of each part read."""
     try:

@@ -30,10 +30,12 @@ def load_plug_in(
         function = getattr(run_file(place) if is_file(name) else import_module(place), attribute)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{key} {name} cannot be imported from {os.getcwd()}: {type(error).__name__}: {error}"
+            f"{key} {name} cannot be imported from {os.getcwd()}: {type(error).__name__}: {error}; "
+            "correct the name or the file, or install its module"
         ) from None
     if not callable(function):
-        raise UserError(f"{key} {name} is not a function but {type(function).__name__}")
+        kind = type(function).__name__
+        raise UserError(f"{key} {name} is not a function but {kind}; name a function")
 
     def call(text: str) -> list[str]:
         try:

@@ -299,7 +299,10 @@ def open_dataset(wanted: DatasetConfig):
             wanted.path, wanted.name, split=wanted.split, data_files=files, streaming=True
         )
     except Exception as error:  # of many types, all about what the user asked for
-        raise UserError(f"dataset {wanted.path} cannot be opened: {error}") from None
+        raise UserError(
+            f"dataset {wanted.path} cannot be opened: {error}; correct corpus.dataset, or save it "
+            "to files and name them in corpus.files"
+        ) from None
 
 
 def read_shard(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:

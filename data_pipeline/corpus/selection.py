@@ -118,13 +118,13 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
         (folder / "rejects.json").write_text(json.dumps(rejects.causes))
 
 
-def text_hash(data: bytes) -> int:
-    """Hash a text to 64 bits of BLAKE2b."""
+def hash_bytes(data: bytes) -> int:
+    """Hash the UTF-8 of a text to 64 bits of BLAKE2b."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def hash_text(text: str) -> int:
-    return text_hash(text.encode("utf-8", "replace"))
+    return hash_bytes(text.encode("utf-8", "replace"))
 
 
 def hash_document(document: str) -> int:
@@ -335,7 +335,7 @@ class Selection:
     def take(self, document: str, number: int, held_out: bool, rejects: Rejects) -> tuple[str, int]:
         """Drop the duplicate paragraphs of a document, and decide how many copies to take.
 
-        number: `text_hash` of the document.
+        number: `hash_document` of the document.
         Returns the remaining text and the number of copies; ("", 0) for a duplicate.
         """
         if self.earlier:

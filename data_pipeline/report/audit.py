@@ -13,7 +13,13 @@ import numpy as np
 from tokenizers import decoders
 
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.baselines import accuracy, half_of, ranges, share_of_words
+from data_pipeline.sampling.baselines import (
+    accuracy,
+    half_of,
+    ranges,
+    share_of_words,
+    unigram_entropy,
+)
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import build_batch
 from data_pipeline.sampling.pairs import NO_PAIR, PAIR
@@ -99,7 +105,6 @@ def audit_vocabulary(store: TokenStore) -> dict:
     bare = [vocabulary.show(i).removeprefix("##") for i in range(len(vocabulary))]
     single = np.array([len(piece) == 1 and piece.isalpha() for piece in bare])
     share = counts / counts.sum()
-    used = share[share > 0]
     words = counts[~vocabulary.continues].sum()
     if store.word_starts is not None:
         words = np.bitwise_count(store.word_starts).sum()
@@ -109,7 +114,7 @@ def audit_vocabulary(store: TokenStore) -> dict:
         "unknown": float(share[vocabulary["[UNK]"]]),
         "single_letters": float(share[single].sum()),
         "never_used": float((share[vocabulary.ordinary] == 0).mean()),
-        "unigram_entropy": float(-(used * np.log(used)).sum()),
+        "unigram_entropy": unigram_entropy(counts),
     }
 
 

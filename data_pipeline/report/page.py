@@ -12,6 +12,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
+from data_pipeline.build.assemble import SIZES
 from data_pipeline.common.errors import red
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, render_template
@@ -157,10 +158,9 @@ def list_sizes(result: dict) -> list[tuple[str, str, str]]:
 
 def list_sources(sources: list[dict]) -> list[list]:
     """List what was read from each source, in the order of the table's columns."""
-    sizes = ("bytes", "documents", "sentences", "words", "tokens")
     return [
-        [s["name"], s["layout"], f"{s['weight']:g}", *(s[name] for name in sizes)]
-        + [left_out(s["rejects"]) or "nothing"]
+        [s["name"], s["layout"], f"{s['weight']:g}", *(s[name] for name in SIZES)]
+        + [left_out(s["rejects"])]
         for s in sources
     ]
 

@@ -127,7 +127,7 @@ class Vocabulary:
     def ids(self) -> dict[str, int]:
         return {piece: i for i, piece in enumerate(self.pieces)}
 
-    def lost(self) -> list[str]:
+    def missing_specials(self) -> list[str]:
         """List the special tokens that are missing, under both of their names."""
         return [name for name in SPECIAL_TOKENS if not {name, OTHER_NAMES[name]} & self.ids.keys()]
 
@@ -147,8 +147,8 @@ def read_vocabulary(folder: Path) -> Vocabulary:
             f"{path} is damaged: byte {error.start:,} is not UTF-8; put a sound copy back"
         ) from None
     vocabulary = Vocabulary.of(pieces, hashlib.sha256(data).hexdigest())
-    if lost := vocabulary.lost():
-        raise UserError(f"{path} is damaged: it has no {lost[0]}; put a sound copy back")
+    if missing := vocabulary.missing_specials():
+        raise UserError(f"{path} is damaged: it has no {missing[0]}; put a sound copy back")
     return vocabulary
 
 

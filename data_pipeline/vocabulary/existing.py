@@ -110,7 +110,7 @@ def read_existing(vocab: VocabConfig) -> list[str]:
             f"{len(listed)}); delete the one that is wrong",
         )
         pieces = listed
-    missing = Vocabulary.of(pieces).lost()
+    missing = Vocabulary.of(pieces).missing_specials()
     check(not missing, f"{path} lacks {' '.join(missing)}; a BERT vocabulary has all five")
     check(
         len(Vocabulary.of(pieces).ordinary),
@@ -197,7 +197,7 @@ def pieces_of(tokenizer: dict, path: Path) -> list[str]:
     pieces = sorted(ids, key=ids.get)
     check(
         [ids[p] for p in pieces] == list(range(len(ids))),
-        f"{path}: ids are not 0 to {len(ids) - 1}",
+        f"{path}: ids are not 0 to {len(ids) - 1}, each once; {ADVICE}",
     )
     own = list_pieces({"model": tokenizer["model"]})
     added = [

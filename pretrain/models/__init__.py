@@ -1,1 +1,1 @@
-"""Encoders and their pretraining heads, one file a family."""
+"""The encoder of all families with its pretraining heads; ELECTRA has a file of its own."""

@@ -148,22 +148,23 @@ def test_phases_are_planned_one_by_one(prepared: Path, capsys) -> None:
 def test_what_is_unusual_is_named_and_nothing_else(prepared, overrides, named) -> None:
     config = config_of(prepared, "train.max_steps=100", "train.global_batch_size=64", *overrides)
     epochs = config.train.max_steps / 100
-    found = list(plan.warnings(phases_of(config)[0], epochs, 60.0, np.full(1000, 500)))
+    found = list(plan.list_unusual(phases_of(config)[0], epochs, 60.0, np.full(1000, 500)))
     assert len(found) == 1 and named in found[0]
 
 
 def test_a_vocabulary_too_large_for_its_text_is_named(prepared: Path) -> None:
     config = config_of(prepared, "train.max_steps=100", "train.global_batch_size=64")
     assert (
-        list(plan.warnings(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [49, 51]))) == []
+        list(plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [49, 51])))
+        == []
     )
-    found = list(plan.warnings(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [60, 40])))
+    found = list(plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [60, 40])))
     assert "60% of the pieces occur less than 50 times" in found[0]
 
 
 @pytest.mark.parametrize("objective", ["nsp", "none"])
 def test_a_model_that_can_learn_learns_a_batch_by_heart(prepared, objective, capsys) -> None:
-    plan.check(config_of(prepared, *LARGER, f"data.objective={objective}"))
+    plan.check_learning(config_of(prepared, *LARGER, f"data.objective={objective}"))
     out = capsys.readouterr().out
     assert "[CLS]" in out and "[MASK](" in out
     assert re.search(r"by heart: MLM loss 0\.\d+ at step \d+", out)
@@ -174,7 +175,7 @@ def test_a_recipe_whose_first_phase_has_single_segments_is_checked_by_pairs(
     prepared, share, capsys
 ) -> None:
     phases = f"train.phases=[{{steps: 0.75, single_segment_prob: {share}}}, {{steps: 0.25}}]"
-    plan.check(config_of(prepared, *LARGER, phases))
+    plan.check_learning(config_of(prepared, *LARGER, phases))
     assert "by heart: MLM loss 0." in capsys.readouterr().out
 
 
@@ -201,7 +202,7 @@ def test_documents_as_short_as_queries_are_planned_for(tmp_path, capsys) -> None
 def test_a_model_that_does_not_learn_is_refused_in_one_line(prepared, monkeypatch) -> None:
     monkeypatch.setattr(plan, "STEPS", 30)
     with pytest.raises(UserError, match="not learned by heart: MLM loss .* after 30 steps"):
-        plan.check(config_of(prepared, "train.learning_rate=1e-9"))
+        plan.check_learning(config_of(prepared, "train.learning_rate=1e-9"))
 
 
 def test_a_parameter_without_a_gradient_is_named(prepared, monkeypatch) -> None:
@@ -214,12 +215,12 @@ def test_a_parameter_without_a_gradient_is_named(prepared, monkeypatch) -> None:
 
     monkeypatch.setattr(plan, "build_model", build_cut)
     with pytest.raises(UserError, match=r"no gradient reaches layers\.1\.attention\.query\.weight"):
-        plan.check(config_of(prepared))
+        plan.check_learning(config_of(prepared))
 
 
 def test_without_a_store_the_error_of_a_check_names_the_command(prepared, tmp_path) -> None:
     with pytest.raises(UserError, match="make one: python -m data_pipeline CONFIG"):
-        plan.check(config_of(prepared, f"data_dir={tmp_path}/none"))
+        plan.check_learning(config_of(prepared, f"data_dir={tmp_path}/none"))
 
 
 @pytest.mark.slow
@@ -240,7 +241,7 @@ def test_a_recipe_of_its_published_size_is_planned_and_takes_a_step(
     parts = list(model.parts().values())
     if recipe == "albert_base":
         parts = [torch.nn.ModuleList((model.embeddings, model.project, model.layers, model.pooler))]
-    assert tuple(map(plan.count_parameters, parts)) == wanted
+    assert tuple(map(plan.count_weights, parts)) == wanted
 
     batch = BatchSource(store, config.data, 0).batch(0, 2)
     optimizers = build_optimizers(model, config.train)
@@ -254,7 +255,7 @@ def test_a_recipe_of_its_published_size_is_planned_and_takes_a_step(
     plan.plan(config)
     said = capsys.readouterr().out
     rows = -pieces % 64  # the vocabulary is padded
-    total = plan.count_parameters(model) + rows * (config.model.embedding_size + 1)
+    total = plan.count_weights(model) + rows * (config.model.embedding_size + 1)
     assert f"parameters          {total:,}: " in said
     memory = said.partition("memory of a device")[2].partition("\n")[0]
     kept = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+) MB", memory)]

@@ -28,9 +28,9 @@ from data_pipeline.corpus.selection import (
     count_bytes,
     find_earlier,
     find_limit,
+    hash_bytes,
     hash_limit,
     needs_selection,
-    text_hash,
 )
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.report import page as report
@@ -98,7 +98,7 @@ def held_out_of(data_dir: Path) -> set[int]:
 
 def lowest_of(documents: list[str], number: int) -> set[int]:
     """The numbers of the documents with the lowest hashes."""
-    hashes = [text_hash(document.encode()) for document in documents]
+    hashes = [hash_bytes(document.encode()) for document in documents]
     return set(sorted(range(len(documents)), key=hashes.__getitem__)[:number])
 
 
@@ -107,7 +107,7 @@ def lowest_of(documents: list[str], number: int) -> set[int]:
 
 def test_486_documents_at_1_percent_hold_out_50_and_20000_tokens(tmp_path: Path, capsys) -> None:
     documents = write_documents(486, 3000)
-    assert sum(text_hash(d.encode()) < hash_limit(0.01) for d in documents) < 10
+    assert sum(hash_bytes(d.encode()) < hash_limit(0.01) for d in documents) < 10
     manifest, held_out = prepared_of(documents, tmp_path)
     assert held_out == lowest_of(documents, 50)
     assert manifest["held_out"]["documents"] == 50 and manifest["train"]["documents"] == 436
@@ -161,7 +161,7 @@ def test_a_share_above_the_least_size_is_what_it_was(
 ) -> None:
     documents = write_documents(120, 300)
     _, held_out = prepared_of(documents, tmp_path, held_out_fraction=share, deduplicate=deduplicate)
-    expected = {i for i in range(120) if text_hash(documents[i].encode()) < share * 2**64}
+    expected = {i for i in range(120) if hash_bytes(documents[i].encode()) < share * 2**64}
     assert held_out == expected
 
 
@@ -322,7 +322,7 @@ def test_a_large_corpus_that_keeps_duplicates_is_read_once(texts, tmp_path: Path
     ):
         prepare(config, workers=1)
     documents = [d for file in texts for d in Path(file).read_text().split("\n\n")]
-    share = [d for d in documents if text_hash(d.encode()) < hash_limit(0.01)]
+    share = [d for d in documents if hash_bytes(d.encode()) < hash_limit(0.01)]
     assert len(held_out_of(tmp_path)) == len(share)
 
 
