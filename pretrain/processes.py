@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -27,6 +27,7 @@ from data_pipeline.sampling.batch_source import count_passes
 from pretrain.config import Config, Phase, TrainConfig
 from pretrain.models.cpu import configure_cpu, cpu_supports
 
+T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # for one rank that hashes a store, at 100 MB/s or less
 
 
@@ -112,6 +113,22 @@ def stop_all(message: str, accelerator: Accelerator | PartialState) -> NoReturn:
         raise UserError(message)
     time.sleep(1)  # a launcher kills all ranks when one exits, so the message must come first
     sys.exit(2)
+
+
+def call_on_all(function: Callable[[], T]) -> T:
+    """Call a function on all ranks and return what it returns there (a collective call); an error
+    of the user or the operating system on any of them stops all."""
+    state, found, message = PartialState(), None, None
+    try:
+        found = function()
+    except UserError as error:
+        message = str(error)
+    except OSError as error:
+        message = explain(error)
+    for rank, (host, said) in enumerate(gather_object([(socket.gethostname(), message)])):
+        if said:
+            stop_all(said if rank == 0 else f"rank {rank} on {host}: {said}", state)
+    return found
 
 
 def check_on_each_machine(function: Callable[[], object]) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -27,6 +28,7 @@ from pretrain.processes import share_from_main
 # the checkpoints last: a restart that is killed while it moves them aside begins again
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "export", "vocab")
 RUN_FILES += ("ranks", "checkpoints")
+POLL = 0.5  # seconds between two looks at a run that is stopping
 
 
 def is_run(run_dir: Path) -> bool:
@@ -52,23 +54,29 @@ def lock_run(run_dir: Path, accelerator: Accelerator) -> TextIO:
 
 def take_lock(run_dir: Path) -> TextIO:
     """Create and lock the run folder on the main process, as `lock_run` says."""
-    for name, what in (("store/manifest.json", "prepared data"), ("export.json", "an export")):
+    others = {"store/manifest.json": "prepared data", "manifest.json": "a token store"}
+    for name, what in (others | {"export.json": "an export"}).items():
         check(
             not (run_dir / name).exists(),
             f"run_dir {run_dir} holds {what}; choose another run_dir",
         )
     claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
-    lock = open(run_dir / "lock", "a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder, *stopping = lock.read().splitlines() or ["another process"]
-        check(stopping, f"{run_dir} is in use by {holder}; stop it or choose another run_dir")
-        print(f"waiting for {holder}, which a signal is stopping", flush=True)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:  # some network file systems have no locks
-        print(f"{run_dir} cannot be locked ({error.strerror}): start no other run in it")
+    lock, waits = open(run_dir / "lock", "a+"), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # another start that waited may hold it next
+            lock.seek(0)
+            holder, *stopping = lock.read().splitlines() or ["another process"]
+            check(stopping, f"{run_dir} is in use by {holder}; stop it or choose another run_dir")
+            if not waits:
+                print(f"waiting for {holder}, which a signal is stopping", flush=True)
+            waits = True
+            time.sleep(POLL)
+        except OSError as error:  # some network file systems have no locks
+            print(f"{run_dir} cannot be locked ({error.strerror}): start no other run in it")
+            break
     lock.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
     return lock

@@ -37,6 +37,7 @@ from pretrain.optim import build_optimizers
 from pretrain.probes import Probes
 from pretrain.processes import (
     build_accelerator,
+    call_on_all,
     check_on_each_machine,
     check_ranks_agree,
     is_compiled,
@@ -157,9 +158,11 @@ def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, l
     losses to be trusted.
     Raises `UserError` if there is no store, or a damaged one.
     """
-    vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
-    store = TokenStore.open(Path(config.data_dir) / "store", "train", vocabulary)
-    check_on_each_machine(lambda: check_data(Path(config.data_dir)))
+    folder = Path(config.data_dir)
+    store = call_on_all(
+        lambda: TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
+    )
+    check_on_each_machine(lambda: check_data(folder))
     sources = build_sources(phases, store)
     if differences := list_other_settings(config, store.manifest):
         PartialState().print(
@@ -212,7 +215,9 @@ def check_resources(config: Config, vocab_size: int) -> None:
     number = check_memory(config.model, vocab_size, config.data.objective, held, memory)
     there = sum(p.stat().st_size for p in Path(config.run_dir).glob("checkpoints/step-*/*"))
     wanted = 4 * (copies - 1) * number * count_kept(train) - there
-    check_space(Path(config.run_dir), wanted, "a run with its checkpoints", "run_dir")
+    run_dir, linked = Path(config.run_dir), Path(config.run_dir, "checkpoints")
+    folder = linked if linked.is_symlink() else run_dir  # perhaps to another disk
+    check_space(folder, wanted, "a run with its checkpoints", "run_dir")
 
 
 def build_model(config: Config, counts: torch.Tensor) -> PretrainingModel:

@@ -140,13 +140,15 @@ def read_metrics(path: Path) -> list[dict]:
 def read_lines(path: Path) -> tuple[list[dict], list[bytes]]:
     """Read a `metrics.jsonl`: the parsed lines of the record, and the bytes of the damaged ones.
 
-    What follows the last line break is neither: a killed run leaves it, and writes that line again.
+    What follows the last line break and is no line is neither: a killed run leaves it, and writes
+    that line again.
     """
     if not path.exists():
         return [], []
     check_regular(path)
-    *whole, _ = path.read_bytes().split(b"\n")
-    return parse_lines(whole)
+    *whole, rest = path.read_bytes().split(b"\n")
+    lines, damaged = parse_lines(whole)
+    return lines + parse_lines([rest])[0], damaged
 
 
 def parse_lines(whole: list[bytes]) -> tuple[list[dict], list[bytes]]:

@@ -46,6 +46,7 @@ from data_pipeline.common.folders import (
     lock_folder,
     remove_entries,
     sealed_folder,
+    size_of,
 )
 from data_pipeline.common.system import count_cpus, progress_bar
 from data_pipeline.config import PROBES_FILE, DataConfig, check, to_list
@@ -109,6 +110,10 @@ def prepare(
     Raises `UserError` if `data_dir` was built from another corpus or with other settings.
     """
     work = Work(config)
+    check(
+        not (work.data_dir / "fingerprint.json").exists(),
+        f"data_dir {work.data_dir} is the folder of a run; choose another data_dir",
+    )
     claim_folder(work.data_dir, DATA_FILES, "data_dir", is_data)
     if is_prepared(work):
         remove_entries(work.folder, is_work)  # a killed command may have left some
@@ -405,8 +410,7 @@ def check_disk(work: Work) -> None:
     """
     weight = min(1.0, min(source.weight for source in work.corpus.each_source()))
     wanted = DISK_SHARE * weight * count_bytes([c for c in work.chunks if c.version])
-    done = sum(path.stat().st_size for path in work.folder.rglob("*") if path.is_file())
-    check_space(work.data_dir, wanted - done, "preparation", "data_dir")
+    check_space(work.data_dir, wanted - size_of(work.folder), "preparation", "data_dir")
 
 
 def remove_others(work: Work) -> None:

@@ -132,7 +132,7 @@ def write_probes(data_dir: Path, probes: ProbesConfig, pairs: list[MinimalPair])
     found["good"] = encode_texts(vocab_dir, [pair.good for pair in pairs])
     found["bad"] = encode_texts(vocab_dir, [pair.bad for pair in pairs])
     found["sentences"] = encode_texts(vocab_dir, probes.sentences)
-    write_file(data_dir / PROBES_FILE, json.dumps(found).encode() + b"\n")
+    write_file(data_dir / PROBES_FILE, json.dumps(found).encode() + b"\n", shared=True)
     print(
         f"probes: {len(pairs):,} minimal pairs of {len({pair.UID for pair in pairs}):,} paradigms, "
         f"{len(probes.sentences):,} sentences to fill in"

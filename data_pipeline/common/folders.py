@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 from zlib import crc32
@@ -59,12 +59,13 @@ def install_files(source: Path, target: Path, names: Iterable[str] | None = None
             write_file(target / path.name, path.read_bytes())
 
 
-def write_file(path: Path, data: bytes, lasting: bool = False) -> None:
+def write_file(path: Path, data: bytes, lasting: bool = False, shared: bool = False) -> None:
     """Write a file atomically: readers find the old content or the new one.
 
-    lasting: after a power failure too, for which a disk needs a moment.
+    lasting: after a power failure too, for which a disk needs a moment. shared: several commands
+    may write it at the same time, and the last to finish wins.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp" if shared else f"{path.name}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)
         if lasting:
@@ -74,14 +75,34 @@ def write_file(path: Path, data: bytes, lasting: bool = False) -> None:
 
 
 def remove_entries(folder: Path, is_ours: Callable[[str], object]) -> None:
-    """Remove the entries of `folder` whose name `is_ours`, and the folder itself if it is empty."""
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        if is_ours(path.name):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    """Remove the entries of `folder` whose name `is_ours`, and the folder itself if it is empty.
+
+    Another command may remove them at the same time.
+    """
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if is_ours(path.name):
+                remove_entry(path)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def remove_entry(path: Path) -> None:
+    """Remove a file, a link or a folder; what is in it may vanish meanwhile."""
+    while path.is_dir() and not path.is_symlink():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def size_of(folder: Path) -> int:
+    """Sum up the sizes of the files beneath a folder, which others may rename or remove."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += os.stat(os.path.join(parent, name)).st_size
+    return size
 
 
 @contextmanager
@@ -159,7 +180,7 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
     even if it is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a") as lock:
+    with open(folder / "lock", "a+") as lock:  # NFS shares the lock of a file open for reading
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -100,7 +100,7 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
     themselves, if its file `is_costly`. Memory: 8 bytes per hash or length.
     """
     hashes, characters, rejects = {kind: array("Q") for kind in KINDS}, array("q"), Rejects()
-    with sealed_folder(out) as folder:
+    with sealed_folder(out, shared=True) as folder:
         documents = chain.from_iterable(read_documents(c, source, rejects) for c in group)
         if is_costly(group[0].path, group[0].layout):
             documents = keep(documents, folder)

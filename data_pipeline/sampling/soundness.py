@@ -98,7 +98,8 @@ def read_checked(data_dir: Path) -> dict[str, list]:
 def keep_checked(data_dir: Path, sound: dict[str, list]) -> None:
     """Write what was found sound; in a folder that cannot be written it is read at every start."""
     with suppress(OSError):
-        write_file(data_dir / CHECKED_FILE, json.dumps(sound, indent=1).encode() + b"\n")
+        text = json.dumps(sound, indent=1) + "\n"
+        write_file(data_dir / CHECKED_FILE, text.encode(), shared=True)
 
 
 def is_within_bounds(store: TokenStore) -> bool:

@@ -102,3 +102,11 @@ def test_ranks_wait_for_the_first_check_of_a_store_however_long_it_takes(
 def test_a_single_process_says_nothing_of_ranks(prepared: Path, tmp_path: Path, capsys) -> None:
     train_here(prepared, tmp_path, "train.max_steps=1", "train.warmup_steps=0")
     assert "ranks:" not in capsys.readouterr().out
+
+
+def test_no_rank_waits_for_one_that_finds_no_data(prepared: Path, tmp_path: Path) -> None:
+    other = [f"data_dir={tmp_path}/elsewhere"]
+    done = run(prepared, tmp_path / "run", *TWO_STEPS, processes=2, rank_1=other)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "error: rank 1 on " in line and "no vocabulary at" in line

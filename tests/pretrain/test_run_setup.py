@@ -2,6 +2,7 @@
 
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,9 +116,27 @@ def test_a_store_of_other_settings_is_told(prepared: Path, tmp_path: Path, capsy
     assert "other settings" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["store/manifest.json", "export.json"])
+@pytest.mark.parametrize("name", ["store/manifest.json", "manifest.json", "export.json"])
 def test_a_folder_of_another_kind_is_no_run_dir(prepared: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match="holds (prepared data|an export); choose another run_dir"):
+    with pytest.raises(UserError, match="holds (prepared data|a token store|an export); choose"):
         train_here(prepared, tmp_path)
+
+
+def test_the_disk_that_counts_is_the_one_that_checkpoints_is_a_link_to(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    large, run_dir = tmp_path / "large", tmp_path / "run"
+    large.mkdir()
+    run_dir.mkdir()
+    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={run_dir}"])
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=1 << 40 if path.resolve() == large else 0)
+
+    monkeypatch.setattr("data_pipeline.common.folders.shutil.disk_usage", usage)
+    with pytest.raises(UserError, match="the disk has 0 MB free"):
+        check_resources(config, 500)
+    (run_dir / "checkpoints").symlink_to(large)
+    check_resources(config, 500)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from helpers import CPU_2, ROOT, assert_same_run, command, fork, newest, run, train_here
 
+from data_pipeline.common.errors import UserError
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from pretrain.run_folder import lock_run
 
@@ -267,3 +268,19 @@ def test_a_start_waits_for_a_run_that_a_signal_is_stopping(tmp_path: Path, capsy
         threading.Timer(0.2, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
         lock_run(tmp_path, SimpleNamespace(is_main_process=True)).close()
     assert "waiting for process 7 on here, which a signal is stopping" in capsys.readouterr().out
+
+
+def test_of_two_starts_that_wait_the_second_is_told_of_the_first(tmp_path: Path) -> None:
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("process 7 on here\nstopping", file=lock, flush=True)
+
+        def become_first() -> None:
+            lock.truncate(0)
+            lock.seek(0)
+            print("process 8 on here", file=lock, flush=True)
+
+        threading.Timer(0.2, become_first).start()
+        threading.Timer(5, fcntl.flock, (lock.fileno(), fcntl.LOCK_UN)).start()
+        with pytest.raises(UserError, match="is in use by process 8 on here"):
+            lock_run(tmp_path, SimpleNamespace(is_main_process=True))

@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT, assert_same_run, metrics, run, train_here
 
 from pretrain import tracking
-from pretrain.tracking import Tracker
+from pretrain.tracking import Tracker, read_metrics
 
 WANDB = """
 import json, time
@@ -187,3 +187,15 @@ def test_a_run_without_wandb_starts_no_process(tmp_path: Path) -> None:
     tracker.close()
     assert tracker.reporter is None
     assert metrics(tmp_path) == [{"step": 1, "train/loss": 1.0}]
+
+
+def test_a_last_line_without_its_line_break_is_kept_and_a_part_of_one_is_not(
+    tmp_path: Path,
+) -> None:
+    record = tmp_path / "metrics.jsonl"
+    for rest, steps in ((b'{"step": 4}', [2, 4]), (b'{"step": 4', [2])):
+        record.write_bytes(b'{"step": 2}\n' + rest)
+        tracker = Tracker(tmp_path, 4, reports=False)
+        tracker.close()
+        assert [line["step"] for line in read_metrics(record)] == steps
+        assert not (tmp_path / "metrics.jsonl.damaged").exists()

@@ -22,7 +22,7 @@ from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder
-from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.token_store import (
@@ -458,3 +458,11 @@ def test_ids_beyond_65535_are_stored_as_they_are(tmp_path: Path):
     prepare(config, workers=1)
     one, two = 1 << 16, (1 << 16) + 1
     assert documents_of(tmp_path / "data", "train") == [[[one, two, 5]], [[two, one, two, 5]]]
+
+
+def test_the_folder_of_a_run_is_no_data_dir(prepared: Path, straight: Path) -> None:
+    before = contents(straight)
+    overrides = [f"data_dir={straight}", "vocab.size=600"]
+    with pytest.raises(UserError, match="is the folder of a run; choose another data_dir"):
+        prepare(load_config(DataConfig, str(prepared / "config.yaml"), overrides), workers=1)
+    assert contents(straight) == before

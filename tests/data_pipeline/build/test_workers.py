@@ -22,7 +22,7 @@ from data_pipeline.build import workers as processes
 from data_pipeline.build.prepare import group_task, prepare
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.folders import SEAL, atomic_folder, lock_folder, sum_files
+from data_pipeline.common.folders import SEAL, atomic_folder, is_intact, lock_folder, sum_files
 from data_pipeline.config import CorpusConfig, DataConfig, VocabConfig
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.readers import FileChunk
@@ -396,6 +396,21 @@ def test_of_two_who_write_one_result_both_end_and_one_stays(tmp_path: Path):
         inode = (out / "file").stat().st_ino
     assert (out / "file").stat().st_ino == inode
     assert contents(tmp_path) == {"out/file": b"same"}
+
+
+def test_of_two_who_hash_one_chunk_both_end(files, tmp_path: Path, monkeypatch):
+    source, read = CorpusConfig(files=files).each_source()[0], selection.read_documents
+    group = [FileChunk(files[0], "blank_line")]
+
+    def read_after_another(*arguments):
+        monkeypatch.setattr(selection, "read_documents", read)
+        selection.hash_group(group, tmp_path / "hashes", source)
+        return read(*arguments)
+
+    monkeypatch.setattr(selection, "read_documents", read_after_another)
+    selection.hash_group(group, tmp_path / "hashes", source)
+    assert [path.name for path in tmp_path.iterdir()] == ["hashes"]
+    assert is_intact(tmp_path / "hashes")
 
 
 def test_the_bar_counts_bytes_and_goes_on_where_it_was(tmp_path: Path, capsys, monkeypatch):

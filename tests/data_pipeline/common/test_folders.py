@@ -1,0 +1,53 @@
+"""Several commands at work in one folder, such as the tasks of a job array."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from data_pipeline.common.folders import lock_folder, remove_entries, size_of, write_file
+
+
+def test_an_array_shares_its_lock_on_a_file_system_that_locks_bytes(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    # as NFS and SMB do on Linux: flock(2), "NFS details"
+    monkeypatch.setattr("data_pipeline.common.folders.fcntl.flock", fcntl.lockf)
+    for shared in (True, False):
+        with lock_folder(tmp_path, shared):
+            assert "cannot be locked" not in capsys.readouterr().out
+
+
+def test_what_two_commands_remove_at_once_is_gone_and_both_end(tmp_path: Path, monkeypatch) -> None:
+    folder, remove = tmp_path / "work", shutil.rmtree
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
+
+    def remove_twice(path: Path) -> None:
+        remove(path)
+        remove(path)  # which the other one has done
+
+    monkeypatch.setattr(shutil, "rmtree", remove_twice)
+    remove_entries(folder, bool)
+    assert not folder.exists()
+
+
+def test_files_that_vanish_while_they_are_counted_count_for_nothing(
+    tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "there").write_bytes(b"12345")
+    monkeypatch.setattr(os, "walk", lambda folder: [(str(folder), [], ["gone", "there"])])
+    assert size_of(tmp_path) == 5
+
+
+def test_of_two_commands_that_write_a_file_at_once_both_end(tmp_path: Path, monkeypatch) -> None:
+    path, replace = tmp_path / "probes.json", os.replace
+
+    def replace_after_another(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        write_file(path, b"other", shared=True)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_after_another)
+    write_file(path, b"mine", shared=True)
+    assert path.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [path]
