@@ -281,6 +281,8 @@ def test_of_two_starts_that_wait_the_second_is_told_of_the_first(tmp_path: Path)
             print("process 8 on here", file=lock, flush=True)
 
         threading.Timer(0.2, become_first).start()
-        threading.Timer(5, fcntl.flock, (lock.fileno(), fcntl.LOCK_UN)).start()
+        release = threading.Timer(5, fcntl.flock, (lock, fcntl.LOCK_UN))  # of one that waits on
+        release.start()
         with pytest.raises(UserError, match="is in use by process 8 on here"):
             lock_run(tmp_path, SimpleNamespace(is_main_process=True))
+        release.cancel()
