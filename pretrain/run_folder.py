@@ -79,6 +79,8 @@ def take_lock(run_dir: Path) -> TextIO:
             break
     lock.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+    for path in run_dir.glob("ranks/rank-?????"):  # of a start that was killed
+        path.unlink(missing_ok=True)
     return lock
 
 

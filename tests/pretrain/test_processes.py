@@ -110,3 +110,15 @@ def test_no_rank_waits_for_one_that_finds_no_data(prepared: Path, tmp_path: Path
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
     assert "error: rank 1 on " in line and "no vocabulary at" in line
+
+
+def test_a_process_of_an_earlier_start_is_not_named(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    killed = {"host": "there", "pid": 7, "step": 46, "at": "", "beats": 7}
+    (tmp_path / "ranks/rank-00000").write_text(json.dumps(killed))
+    (tmp_path / ".bert-pretrain").touch()
+    (tmp_path / "config.yaml.tmp").mkdir()  # by which the main process fails before its watch
+    done = run(prepared, tmp_path, *TWO_STEPS, processes=2)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "config.yaml.tmp cannot be read or written" in line

@@ -155,7 +155,7 @@ def test_numbers_out_of_bounds_are_found_although_all_hashes_fit(
 def test_a_store_in_a_folder_that_cannot_be_written_is_checked_all_the_same(
     data_dir: Path, monkeypatch
 ) -> None:
-    def refuse(*_) -> None:
+    def refuse(*_, shared: bool) -> None:
         raise PermissionError(13, "Permission denied", "checked.json.tmp")
 
     monkeypatch.setattr(soundness, "write_file", refuse)
