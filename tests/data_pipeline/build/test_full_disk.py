@@ -75,7 +75,7 @@ def test_a_full_disk_ends_preparation_in_a_line(
 
 @pytest.mark.parametrize("command", ["data_pipeline", "pretrain"])
 def test_a_disk_that_is_too_small_is_noticed_before_the_work(
-    prepared: Path, tmp_path: Path, monkeypatch, capsys, command: str
+    prepared: Path, tmp_path: Path, monkeypatch, capfd, command: str
 ) -> None:
     from runpy import run_module
 
@@ -86,7 +86,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_work(
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:
         run_module(command, run_name="__main__", alter_sys=False)
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert end.value.code == 2 and said.count("error:") == 1
     assert f"{tmp_path / 'new'}, and the disk has 0 MB free; free some, or choose another" in said
 
