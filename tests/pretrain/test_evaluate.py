@@ -20,6 +20,7 @@ from pretrain import loss
 from pretrain.config import ModelConfig
 from pretrain.evaluate import GROUPS, HeldOut, evaluate, frequency_bands, token_groups, word_sizes
 from pretrain.models.bert import PretrainingModel
+from pretrain.objectives import SentencePairs
 
 TINY = ModelConfig(
     hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3
@@ -174,6 +175,13 @@ def test_lengths_that_tell_the_label_are_found_and_ours_tell_nothing(store: Toke
     lengths = 1 + np.arange(len(pairs)) % 20 + 20 * (pairs["label"] == 0)
     pairs["b_end"] = pairs["b_start"] + lengths
     assert accuracy_by_lengths(store, pairs) > 0.95
+
+
+def test_the_majority_is_of_the_label_that_most_pairs_have(store: TokenStore) -> None:
+    pairs = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).pairs(0)[:40].copy()
+    for ones in (10, 30):
+        pairs["label"] = np.arange(40) < ones
+        assert SentencePairs().baselines(store, pairs, pairs)["nsp_majority"] == 0.75
 
 
 def test_shared_words_tell_a_copy_from_a_stranger(store: TokenStore) -> None:

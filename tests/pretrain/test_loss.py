@@ -93,3 +93,28 @@ def test_the_scores_of_all_rows_are_never_in_memory_at_once(monkeypatch) -> None
         linear_cross_entropy(*tensors)[0].backward()
     assert max(sizes) == VOCAB * SIZE  # the weight's gradient
     assert 16 * VOCAB in sizes and ROWS * VOCAB > VOCAB * SIZE
+
+
+def test_a_token_without_any_chance_is_not_drawn_even_by_the_lowest_number() -> None:
+    x, weight, bias, labels = (t.detach() for t in inputs())
+    bias[[0, 1, VOCAB - 1]] = -torch.inf
+    labels[:] = 2
+    for chance, drawn in ((0.0, 2), (1 - 2**-53, VOCAB - 2)):
+        chances = torch.full((ROWS,), chance, dtype=x.dtype)
+        found = linear_cross_entropy(x * 0, weight, bias, labels, chances)
+        assert found[2].tolist() == [drawn] * ROWS
+
+
+def test_labels_with_the_highest_score_of_many_are_right() -> None:
+    x, weight, bias, labels = inputs()
+    assert linear_cross_entropy(x, weight * 0, bias * 0, labels)[1] == ROWS
+
+
+def test_sequences_without_a_pair_add_nothing_to_the_loss_of_pairs() -> None:
+    logits, labels = torch.randn(5, 2), torch.tensor([1, -100, 0, -100, 1])
+    found, right = loss.next_sentence_loss(logits, labels)
+    pairs = labels >= 0
+    wanted, wanted_right = plain(logits[pairs], torch.eye(2), torch.zeros(2), labels[pairs])
+    torch.testing.assert_close(found, wanted)
+    assert right == wanted_right
+    assert loss.next_sentence_loss(logits, torch.full((5,), -100)) == (0, 0)

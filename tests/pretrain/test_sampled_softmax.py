@@ -93,6 +93,16 @@ def test_a_label_in_the_sample_counts_once_and_others_do_not_see_it_missing() ->
     assert found.item() == pytest.approx(wanted)
 
 
+def test_a_label_is_right_if_it_scores_as_high_as_the_sample_whatever_their_chances() -> None:
+    x, weight, bias, labels = (tensor.detach() for tensor in inputs())
+    bias[:] = 0  # rows that fill x up would have scores as high
+    chances = torch.linspace(0.2, 0.8, VOCAB).double()
+    _, right = sampled_cross_entropy(x, weight, bias, labels, chances, 0.5)
+    scores = x @ weight.T
+    highest = scores[:, draw_sample(chances, 0.5)].amax(1)
+    assert right == (scores.gather(1, labels[:, None])[:, 0] >= highest).sum()
+
+
 def test_training_samples_and_evaluation_scores_all(store, vocabulary) -> None:
     config = ModelConfig(
         hidden_size=32,

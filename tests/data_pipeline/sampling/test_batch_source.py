@@ -56,6 +56,19 @@ def test_an_example_is_the_same_alone_and_in_any_batch(store, source) -> None:
     assert rows_at(BatchSource(store, DATA, SEED + 1), 0, 48) != whole
 
 
+@pytest.mark.parametrize("masking", ["span", "ngram", "token"])
+def test_an_example_of_any_masking_is_the_same_alone_and_in_any_batch(store, masking) -> None:
+    source = BatchSource(store, dataclasses.replace(DATA, masking=masking), SEED)
+    assert [row for i in range(24) for row in rows_at(source, i, 1)] == rows_at(source, 0, 24)
+
+
+def test_a_step_of_another_batch_size_is_not_the_one_that_was_kept(store) -> None:
+    source = BatchSource(store, DATA, SEED)
+    for size, world_size in ((8, 1), (16, 2)):  # eight sequences for rank 0 in both
+        found = source.step(1, size, 8, 0, world_size)
+        assert rows(*found) == rows_at(source, size, 8)
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_shares_of_all_ranks_are_the_step(source, world_size, micro_batch_size) -> None:
@@ -183,6 +196,11 @@ def places(pairs: np.ndarray) -> np.ndarray:
     return np.concatenate([np.arange(*span) for span in spans[0] + spans[1]])
 
 
+def documents(store: TokenStore, pairs: np.ndarray) -> list[int]:
+    starts = store.sentence_offsets[store.document_offsets]
+    return np.searchsorted(starts, pairs["a_start"], side="right").tolist()
+
+
 @pytest.fixture(scope="module")
 def many() -> TokenStore:
     """A store of 600 documents of 1 to 20 sentences."""
@@ -298,6 +316,51 @@ def test_parts_of_a_store_read_what_the_store_has_there(many) -> None:
     edges = part.sentence_offsets[part.document_offsets]
     spans = [span.tolist() for span in part.spans(edges[:-1], edges[1:])]
     assert sum(spans, []) == many.take(wanted).tolist()
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop"])
+def test_long_sentences_are_cut_from_both_ends_where_the_order_is_asked(objective) -> None:
+    # of 70 tokens, in sequences of 32: 29 29 12, or 12 29 29
+    store = make_store([[[1] * 70] * 2] * 3)
+    source = BatchSource(store, PairsConfig(max_seq_length=32, objective=objective), SEED)
+    sizes = np.diff(source.segments.offsets).reshape(-1, 3)
+    assert sizes[::2].tolist() == [[29, 29, 12]] * 3
+    assert sizes[1::2].tolist() == [[12, 29, 29] if objective == "sop" else [29, 29, 12]] * 3
+
+
+def test_a_part_without_documents_is_passed_over() -> None:
+    # a document of nine tenths of the store begins in one part, and the next one is empty
+    store = make_store([[[1] * 20] * 200, *[[[1] * 20] * 2] * 10])
+    source = in_parts(store, 4, "none")
+    sizes = [source.part_size(number) for number in source.parts_of(0)]
+    assert 0 in sizes and sorted(places(source.pairs(0))) == list(range(len(store)))
+    assert len(rows_at(source, 0, sum(sizes) + 5)) == sum(sizes) + 5
+
+
+def test_other_seeds_and_epochs_deal_documents_otherwise(many) -> None:
+    source, other = in_parts(many, 5), in_parts(many, 5)
+    other.seed += 1
+    dealt = [set(documents(many, part)) for part in map(source.epoch_part, (0, 5))]
+    dealt.append(set(documents(many, other.epoch_part(0))))
+    for one, two in itertools.combinations(dealt, 2):
+        assert len(one & two) < 0.5 * len(one)  # by chance a fifth
+
+
+def test_a_stored_division_of_another_number_of_parts_is_not_used(many) -> None:
+    with_edges = dataclasses.replace(many, run_edges=np.array([[0, 0], [600, len(many)]]))
+    wanted = deal_documents(many, 5, np.uint64(1))
+    found = deal_documents(with_edges, 5, np.uint64(1))
+    assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_the_share_of_single_segments_holds_in_one_part_and_in_many(many, share) -> None:
+    data = dataclasses.replace(DATA, single_segment_prob=share)
+    with mock.patch.object(token_store, "PART_TOKENS", len(many) // 2):
+        sources = BatchSource(many, data, SEED), BatchSource(many, DATA, SEED)
+    in_one = BatchSource(many, data, SEED)
+    for source, wanted in ((in_one, share), (sources[0], share), (sources[1], 0.0)):
+        assert abs((source.pairs(0)["label"] == -100).mean() - wanted) < 0.01
 
 
 def test_a_part_is_planned_in_the_memory_of_a_part() -> None:

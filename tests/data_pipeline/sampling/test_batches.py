@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from reference_pairs import draw, gives_no_pairs, key, make_store, reference_example, rows
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.streams import random_u64
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.batches import Batch, build_batch
+from data_pipeline.sampling.pairs import PAIR
 
 SEED = 7
 DATA = PairsConfig(max_seq_length=64)
@@ -130,6 +133,37 @@ def test_the_padded_view_is_the_batch_in_rows(source) -> None:
         assert padded["attention_mask"][number].tolist() == [1] * n + [0] * rest
         assert padded["labels"][number].tolist() == labels + [-100] * rest
     assert (batch.padded(pad_id=9)["input_ids"] == 9).sum() >= (padded["attention_mask"] == 0).sum()
+
+
+def test_a_slice_of_a_batch_is_the_batch_of_these_examples(store) -> None:
+    source = BatchSource(store, dataclasses.replace(DATA, single_segment_prob=0.5), SEED)
+    whole = source.batch(0, 30)
+    for first, last in ((0, 30), (0, 1), (4, 9), (29, 30)):
+        found, wanted = whole.slice(first, last), source.batch(first, last - first)
+        for item in dataclasses.fields(Batch):
+            one, other = getattr(found, item.name), getattr(wanted, item.name)
+            assert torch.equal(one, other) if torch.is_tensor(one) else one == other, item.name
+
+
+@pytest.mark.parametrize("objective, specials", [("sop", 3), ("none", 2)])
+def test_a_sequence_may_be_as_long_as_asked_and_no_longer(objective, specials) -> None:
+    # sentences as long as a sequence leaves room for
+    store = make_store([[[1] * (64 - specials)] * 3] * 4)
+    data = PairsConfig(max_seq_length=64, objective=objective, short_seq_prob=0.0)
+    source = BatchSource(store, data, SEED)
+    assert source.epoch_size(0) == 12
+    assert source.batch(0, 12).cu_seqlens.diff().tolist() == [64] * 12
+
+
+def test_the_words_of_bits_are_those_of_pieces_at_both_ends_of_a_store() -> None:
+    store = make_store([[[1, 3, 2]], [[2, 1, 1, 5, 1]]])
+    assert len(store) == 16  # no bit is left beyond the last token
+    bits = np.packbits(~store.vocabulary.continues[store.tokens], bitorder="little")
+    with_bits = dataclasses.replace(store, word_starts=bits)
+    pairs = np.array([(0, 4, 4, 6, 0), (6, 9, 9, 16, 0)] * 20, PAIR)
+    streams = random_u64(np.uint64(1), np.arange(len(pairs)))
+    one, other = (build_batch(each, DATA, pairs, streams) for each in (store, with_bits))
+    assert rows(one) == rows(other)
 
 
 def test_a_batch_on_the_cpu_is_itself(source) -> None:

@@ -80,6 +80,26 @@ def test_replacements_are_those_of_the_slow_rule() -> None:
     assert found.tolist() == wanted
 
 
+@pytest.mark.parametrize("words", [[1] * 3000, [2, 3000, 1]])
+def test_words_of_a_long_sequence_are_chosen_by_the_same_rule(words) -> None:
+    streams = streams_of(20)
+    found = choose_words(*flat([words] * 20), streams, 0.4, None)
+    wanted = [reference_chosen(words, stream, 0.4, None) for stream in streams.tolist()]
+    assert found.tolist() == [i * len(words) + word for i, row in enumerate(wanted) for word in row]
+
+
+def test_what_replaces_a_token_does_not_depend_on_the_sequence_before() -> None:
+    # units of one number at the end of a sequence and at the start of the next
+    unit, streams, ordinary = np.zeros(50, np.int64), streams_of(50), np.arange(7, 2007)
+    labels = np.full(50, 5)
+    together = replace_tokens(labels, unit, streams, MASK, ordinary, 0.0, 1.0)
+    alone = [
+        replace_tokens(labels[i : i + 1], unit[:1], streams[i : i + 1], MASK, ordinary, 0.0, 1.0)
+        for i in range(50)
+    ]
+    assert together.tolist() == np.concatenate(alone).tolist()
+
+
 def test_no_word_to_predict_is_no_error() -> None:
     nothing = np.empty(0, np.int64)
     assert len(replace_tokens(nothing, nothing, np.empty(0, np.uint64), MASK, np.arange(7, 9))) == 0

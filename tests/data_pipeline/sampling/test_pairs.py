@@ -437,6 +437,14 @@ def test_two_documents_are_enough(n_sentences) -> None:
     ).all()
 
 
+@pytest.mark.parametrize("n_sentences", [13, 15, 17])
+def test_two_documents_beside_one_of_a_word_are_enough(n_sentences) -> None:
+    # the word gives no pair: B's can only be swapped two by two all the same
+    store = make_store([[[1]], sentences(n_sentences, 13), sentences(n_sentences, 13)])
+    pairs = pairs_of(store, 16)
+    assert len(pairs) == 2 * n_sentences and pairs["label"].sum() == n_sentences - 1
+
+
 @pytest.mark.parametrize("others", [2, 5])
 def test_a_dominating_document_works_up_to_three_quarters_of_the_pairs(others) -> None:
     # sentences as long as a sequence: each is a pair, in every epoch
@@ -451,6 +459,15 @@ def test_a_dominating_document_works_up_to_three_quarters_of_the_pairs(others) -
         assert (apart == (pairs["label"] == 1)).all()
     with pytest.raises(UserError, match=r"\b84 pairs.*\b64 of them from one document.*75 %"):
         pairs_of(store(64), 16)
+
+
+def test_of_two_segments_of_one_length_the_first_keeps_the_odd_token() -> None:
+    store, (a_start, a_end, b_start, b_end) = (
+        make_store([sentences(4, 5)]),
+        np.array([0, 10, 10, 20])[:, None],
+    )
+    module.truncate(store, a_start, a_end, b_start, b_end, 15)
+    assert (a_end[0], b_end[0]) == (8, 17)
 
 
 @pytest.mark.parametrize("max_seq_length", [64, 128])

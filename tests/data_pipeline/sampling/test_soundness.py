@@ -134,6 +134,8 @@ def test_a_check_that_is_interrupted_goes_on_after_the_files_that_it_has_read(
         ("tokens", lambda a, pieces: np.where(np.arange(len(a)) == 99, pieces, a)),
         ("sentence_offsets", lambda a, pieces: np.concatenate([a[:1], a[2:0:-1], a[3:]])),
         ("document_offsets", lambda a, pieces: np.concatenate([a[:2], a[1:2], a[3:]])),
+        ("sentence_offsets", lambda a, pieces: np.maximum(a, 1)),  # a token before the first
+        ("document_offsets", lambda a, pieces: np.maximum(a, 1)),
     ],
 )
 def test_numbers_out_of_bounds_are_found_although_all_hashes_fit(
