@@ -115,16 +115,21 @@ def stop_all(message: str, accelerator: Accelerator | PartialState) -> NoReturn:
     sys.exit(2)
 
 
+def try_call(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Call a function; returns what it returns, and the message of an error of the user or the
+    operating system."""
+    try:
+        return function(), None
+    except UserError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, explain(error)
+
+
 def call_on_all(function: Callable[[], T]) -> T:
     """Call a function on all ranks and return what it returns there (a collective call); an error
     of the user or the operating system on any of them stops all."""
-    state, found, message = PartialState(), None, None
-    try:
-        found = function()
-    except UserError as error:
-        message = str(error)
-    except OSError as error:
-        message = explain(error)
+    state, (found, message) = PartialState(), try_call(function)
     for rank, (host, said) in enumerate(gather_object([(socket.gethostname(), message)])):
         if said:
             stop_all(said if rank == 0 else f"rank {rank} on {host}: {said}", state)
@@ -141,12 +146,7 @@ def check_on_each_machine(function: Callable[[], object]) -> None:
     messages = [None] * state.num_processes
     patient = dist.new_group(backend="gloo", timeout=PATIENCE) if len(messages) > 1 else None
     if state.is_local_main_process:
-        try:
-            function()
-        except UserError as error:
-            message = str(error)
-        except OSError as error:
-            message = explain(error)
+        _, message = try_call(function)
     if patient:
         dist.all_gather_object(messages, message, patient)
         dist.destroy_process_group(patient)
