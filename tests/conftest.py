@@ -1,4 +1,4 @@
-"""A small real corpus, prepared once: the reference topics that every Python carries, as prose."""
+"""A small corpus, prepared once: prose that is the same on every machine."""
 
 import gc
 import os
@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import train_here
 from hypothesis import settings
+from prose import write_prose
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.corpus.python_docs import TOPICS, read_module
 from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
 
 torch.set_num_threads(1)
@@ -49,19 +49,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def write_corpus(path: Path) -> list[str]:
-    """Write the topics with blank lines between them; returns the documents."""
-    documents = ["\n".join(paragraphs) for paragraphs in read_module(TOPICS)]
-    documents = [document for document in documents if len(document) > 200]
-    path.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
-    return documents
-
-
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `topics.txt`, `config.yaml` and the prepared `data/`; not to be written to."""
     root = tmp_path_factory.mktemp("prepared")
-    write_corpus(root / "topics.txt")
+    (root / "topics.txt").write_text("\n\n".join(write_prose()) + "\n", encoding="utf-8")
     (root / "config.yaml").write_text(CONFIG.format(root=root))
     prepare(load_config(DataConfig, str(root / "config.yaml")), workers=1)
     return root
