@@ -54,7 +54,7 @@ class BatchSource:
 
     def __init__(self, store: TokenStore, data: PairsConfig, seed: int):
         self.store, self.data, self.seed = store, data, seed
-        self.n_parts = count_parts(len(store))  # epoch parts in each epoch
+        self.n_parts = count_pair_parts(store, data.objective)  # epoch parts in each epoch
         self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
         self.segments = self.cut(store) if self.n_parts == 1 else None
         self.part_sizes: list[int] = []  # examples in each part
@@ -201,6 +201,19 @@ class BatchSource:
             pairs, streams = map(np.concatenate, zip(*parts, strict=True))
             self.built = key, build_batch(self.store, self.data, pairs, streams)
         return self.built[1], place * size
+
+
+def count_pair_parts(store: TokenStore, objective: str) -> int:
+    """Count the epoch parts of a store: fewer where pairs need other documents than the longest.
+
+    A part of NSP in which one document has more than three quarters of the pairs has no random B's
+    for them; here none has more than a third.
+    """
+    n_parts = count_parts(len(store))
+    if objective == "nsp" and n_parts > 1:
+        longest = int(np.diff(store.sentence_offsets[store.document_offsets]).max())
+        n_parts = max(1, min(n_parts, len(store) // (4 * longest)))
+    return n_parts
 
 
 def cut_evenly(n: int, parts: int) -> list[int]:

@@ -346,6 +346,17 @@ def test_other_seeds_and_epochs_deal_documents_otherwise(many) -> None:
         assert len(one & two) < 0.5 * len(one)  # by chance a fifth
 
 
+@pytest.mark.parametrize("others", [2, 40])
+def test_a_part_is_large_enough_for_the_longest_document(others: int) -> None:
+    long, short = [[[1] * 10] * 100], [[[1] * 10] * 20] * others
+    source = in_parts(make_store(long + short + long), 8)
+    assert source.n_parts == {2: 1, 40: 2}[others]
+    for epoch in range(10):
+        n_random = (source.pairs(epoch)["label"] == 1).sum()
+        assert abs(n_random - len(source.pairs(epoch)) / 2) <= 1  # a part of an odd number each
+    assert in_parts(make_store(long + short + long), 8, "none").n_parts == 8
+
+
 def test_a_stored_division_of_another_number_of_parts_is_not_used(many) -> None:
     with_edges = dataclasses.replace(many, run_edges=np.array([[0, 0], [600, len(many)]]))
     wanted = deal_documents(many, 5, np.uint64(1))
