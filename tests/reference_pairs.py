@@ -238,13 +238,13 @@ def exchanged_in(bucket: list[int], documents: list[int], stream: int) -> dict[i
     if len(set(documents)) == 2:
         places -= places % 2  # as many B's must go from one document to the other as come back
     within, over, seen = [], [], {}
-    for i in sorted(bucket, key=lambda i: (documents[i], draw(stream, i))):
+    for i in sorted(bucket, key=lambda i: (documents[i], draw(stream, i) % 2**32)):
         seen[documents[i]] = seen.get(documents[i], 0) + 1
         (within if seen[documents[i]] <= places // 2 else over).append(i)
     if len(within) < places:
         return None
-    takers = sorted(within, key=lambda i: draw(stream, i))[:places]
-    takers.sort(key=lambda i: (documents[i], draw(stream, i)))
+    takers = sorted(within, key=lambda i: draw(stream, i) % 2**32)[:places]
+    takers.sort(key=lambda i: (documents[i], draw(stream, i) % 2**32))
     return {taker: takers[(i + places // 2) % places] for i, taker in enumerate(takers)}
 
 

@@ -331,7 +331,9 @@ def exchange_second_segments(
     n = len(document)
     check_documents(document)
     by_length = sort_rows(inside, length, draw=draw)
-    document, draw = document[by_length], draw[by_length]
+    # the lower half of the draws: the upper one orders B's of one length, and those chosen by it
+    # too would be the longer B's of each bucket that holds two lengths
+    document, draw = document[by_length], draw[by_length] << np.uint64(32)
     swaps_only = np.count_nonzero(np.bincount(document)) == 2  # all that two documents can do
     giver = np.full(n, -1)
     size, rows = BUCKET, np.arange(n)  # of the buckets that are still to be drawn

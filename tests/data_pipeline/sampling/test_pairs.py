@@ -23,7 +23,7 @@ from reference_pairs import (
 from data_pipeline.common import streams
 from data_pipeline.common.errors import UserError
 from data_pipeline.sampling import pairs as module
-from data_pipeline.sampling.pairs import cut_segments, draw_pairs
+from data_pipeline.sampling.pairs import cut_segments, draw_pairs, exchange_second_segments
 
 LENGTHS = [32, 64, 128, 512]
 RULES = {"objective": "nsp", "short_seq_prob": 0.1, "seed": 3, "epoch": 0}
@@ -369,6 +369,20 @@ def test_lengths_of_a_larger_corpus_do_not_tell_the_label(max_seq_length) -> Non
     for name, features in length_features(pairs, max_seq_length).items():
         bound = 0.01 + 2.5 / np.sqrt(test.sum())
         assert advantage(features, pairs["label"], test) < bound, name
+
+
+def test_no_length_of_b_is_exchanged_more_often_where_few_lengths_occur() -> None:
+    # then many buckets hold two lengths
+    rng = np.random.default_rng(0)
+    n = 90
+    counts = np.zeros((2, 8))
+    for _ in range(1000):
+        length, draw = rng.integers(1, 8, n), rng.integers(0, 2**64, n, np.uint64)
+        _, takers = exchange_second_segments(np.arange(n) % 9, length, np.zeros(n, bool), draw)
+        is_random = np.bincount(takers, minlength=n)
+        np.add.at(counts, (is_random, length), 1)
+    total = counts.sum(0)
+    assert (np.abs(counts[1] - total / 2) <= 2.5 * np.sqrt(total)).all(), counts  # 5 sigma
 
 
 @pytest.mark.parametrize("max_seq_length", [64, 128, 512])

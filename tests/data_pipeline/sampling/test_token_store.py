@@ -184,7 +184,7 @@ def test_a_store_of_schema_1_is_read_as_it_was(old: Path, name: str) -> None:
             "document_offsets": digest(store.document_offsets, "<i8"),
         }
     store = TokenStore.open(old / name / "store", "train", vocabulary)
-    batch = BatchSource(store, PairsConfig(max_seq_length=32), 3).batch(0, 64)
+    batch = BatchSource(store, PairsConfig(max_seq_length=32, objective="none"), 3).batch(0, 64)
     ids, masked = batch.input_ids.numpy(), batch.masked_positions.numpy()
     ids[masked] = batch.masked_labels.numpy()  # what stands in their place is drawn otherwise now
     assert hashlib.sha256(ids.tobytes() + masked.tobytes()).hexdigest() == expected["batch"]
