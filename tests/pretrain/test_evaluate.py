@@ -174,7 +174,7 @@ def test_lengths_that_tell_the_label_are_found_and_ours_tell_nothing(store: Toke
     assert abs(accuracy_by_lengths(store, pairs) - 0.5) < 0.05
     lengths = 1 + np.arange(len(pairs)) % 20 + 20 * (pairs["label"] == 0)
     pairs["b_end"] = pairs["b_start"] + lengths
-    assert accuracy_by_lengths(store, pairs) > 0.95
+    assert accuracy_by_lengths(store, pairs) > 0.9
 
 
 def test_the_majority_is_of_the_label_that_most_pairs_have(store: TokenStore) -> None:

@@ -71,7 +71,7 @@ def test_a_file_beside_the_config_is_a_plug_in_and_its_content_counts(
     text = text.replace(f"{tmp_path}/topics.txt", f"{prepared}/topics.txt")
     text = text.replace("corpus: {", "corpus: {sentence_splitter: 'rules.py:split', ")
     (home / "config.yaml").write_text(text)
-    (home / "rules.py").write_text(RULES.format(mark=", "))
+    (home / "rules.py").write_text(RULES.format(mark="e "))
     prepare = ["-m", "data_pipeline", "home/config.yaml", "--workers", "2"]
     done = fork(prepare, folder=tmp_path)
     assert done.returncode == 0, done.stderr
