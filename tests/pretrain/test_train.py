@@ -11,6 +11,7 @@ import weakref
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -78,9 +79,10 @@ def test_two_and_four_processes_draw_what_one_would(prepared: Path, tmp_path: Pa
 
 
 def test_a_run_learns(prepared: Path, tmp_path: Path) -> None:
-    train_here(prepared, tmp_path, "train.max_steps=120", "train.learning_rate=5e-3")
+    train_here(prepared, tmp_path, "train.max_steps=80", "train.learning_rate=5e-3")
     losses = [line["train/mlm_loss"] for line in metrics(tmp_path) if "train/mlm_loss" in line]
-    assert losses[-1] < losses[0] - 0.2  # which starts at the unigram entropy
+    # it starts at the unigram entropy; a loss of 2 steps varies by 0.1
+    assert np.mean(losses[-10:]) < np.mean(losses[:3]) - 0.1
 
 
 def test_gradient_checkpointing_gives_the_same_bits_and_keeps_no_insides_of_layers(store) -> None:
