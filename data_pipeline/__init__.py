@@ -34,7 +34,7 @@ HOMES = {
     "TokenStore": "data_pipeline.sampling.token_store",
     "load_config": "data_pipeline.config",
     "prepare": "data_pipeline.build.prepare",
-    "read_vocabulary": "data_pipeline.sampling.token_store",
+    "read_vocabulary": "data_pipeline.sampling.vocabulary",
 }
 __all__ = sorted(HOMES)
 

@@ -26,7 +26,8 @@ from data_pipeline.corpus.sources import (
     list_files,
     name_source,
 )
-from data_pipeline.sampling.token_store import SPECIAL_TOKENS, TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import SPECIAL_TOKENS, Vocabulary
 from data_pipeline.vocabulary.existing import final_size, read_existing
 from data_pipeline.vocabulary.training import DEFAULT_SIZE, SIZE_MULTIPLE, build_normalizer
 from data_pipeline.vocabulary.words import WordSplitter

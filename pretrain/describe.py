@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from data_pipeline.sampling.batch_source import BatchSource, count_passes
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import LABELS
-from data_pipeline.sampling.token_store import Vocabulary
+from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import Config, Phase, phase_at
 from pretrain.models.bert import PretrainingModel

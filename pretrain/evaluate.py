@@ -12,7 +12,8 @@ from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain.agreement import agree_on_signal
 from pretrain.loss import BINS
 from pretrain.metrics import area_under_curve, to_metrics

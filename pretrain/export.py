@@ -25,12 +25,8 @@ from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.common.reading import SHA256, read_json
 from data_pipeline.config import check, read_yaml
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.token_store import (
-    TOKENIZER_FILES,
-    list_pieces,
-    read_manifest,
-    read_vocabulary,
-)
+from data_pipeline.sampling.manifest import read_manifest
+from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, list_pieces, read_vocabulary
 from pretrain.checkpoint import (
     find_fault,
     load_model,

@@ -10,7 +10,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import SHA256, read_json
 from data_pipeline.config import check
-from data_pipeline.sampling.token_store import TOKENIZER_FILES
+from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.models.electra import GENERATOR
 

@@ -20,7 +20,7 @@ from torch.nn.functional import softplus
 from data_pipeline.config import check
 from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.token_store import Vocabulary
+from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain.agreement import agree_on_signal
 from pretrain.models.bert import PretrainingModel
 

@@ -13,7 +13,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.reading import check_regular, read_json
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import check
-from data_pipeline.sampling.token_store import read_vocabulary
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.config import ModelConfig
 from pretrain.export_folder import FILES
 from pretrain.families import hf_config, read_hf_config, read_settings

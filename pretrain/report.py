@@ -19,7 +19,7 @@ from data_pipeline.common.errors import run_command
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, format_short, render_template
 from data_pipeline.config import check
-from data_pipeline.sampling.token_store import read_vocabulary
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import list_checkpoints, step_of
 from pretrain.config import Config
 from pretrain.describe import say_duration

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from data_pipeline.common.folders import claim_folder, hash_file, install_files, write_file
 from data_pipeline.config import check
-from data_pipeline.sampling.token_store import TOKENIZER_FILES
+from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 from pretrain.checkpoint import (
     find_sound,
     list_checkpoints,

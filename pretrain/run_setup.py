@@ -21,8 +21,10 @@ from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import PROBES_FILE, check
 from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.manifest import held_out_shortfall
 from data_pipeline.sampling.soundness import check_data
-from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers
 from pretrain.config import Config, Phase, count_kept, phases_of
 from pretrain.describe import describe_start

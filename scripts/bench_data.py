@@ -25,7 +25,8 @@ from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 
 SAMPLE_BYTES = 2_000_000  # of the corpus, for peers that are too slow for all of it
 OURS_TOKENS, PEER_TOKENS = 2_000_000, 50_000  # tokens per run of the loader

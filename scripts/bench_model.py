@@ -28,7 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import peak_flops
 from pretrain.models.bert import PretrainingModel

@@ -27,7 +27,8 @@ from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import LABELS, NO_PAIR
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.config import Config, phases_of
 from pretrain.read_export import load_export
 from pretrain.tracking import read_metrics

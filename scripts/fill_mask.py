@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from data_pipeline.build.probes import encode_texts
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.sampling.token_store import read_vocabulary
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.models.bert import PretrainingModel
 from pretrain.probes import check_lengths, fill_masks
 from pretrain.read_export import load_export

@@ -14,7 +14,8 @@ from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
 from data_pipeline.common.errors import run_command
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.models.cpu import configure_cpu
 from pretrain.probes import (
     LEVELS,

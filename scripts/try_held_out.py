@@ -13,7 +13,8 @@ from accelerate import Accelerator
 
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.report.audit import decode, spell
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from pretrain.models.bert import PretrainingModel
 from pretrain.probes import fill_masks, prefers_good, score_sentences
 from pretrain.read_export import load_export

@@ -13,7 +13,8 @@ from prose import write_prose
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 
 torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None)  # no test asserts a time

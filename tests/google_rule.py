@@ -19,7 +19,8 @@ from data_pipeline.report.audit import audit_rule
 from data_pipeline.report.checks import check_results
 from data_pipeline.report.page import measure, write_report
 from data_pipeline.sampling.pairs import PAIR
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 
 SEQUENCES = 50_000  # at most, that are masked
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import BUCKET, RUN
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary
 
 Corpus = list[list[list[int]]]
 FULL = 2**64 - 1

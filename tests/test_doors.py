@@ -39,7 +39,8 @@ from data_pipeline.config import DataConfig, ProbesConfig, SourceConfig, VocabCo
 from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_source
 from data_pipeline.sampling.soundness import check_data
-from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer, load_whole, read_existing, write_whole
 from data_pipeline.vocabulary.words import END, IdWords, WordIndex, find_units, read_ids, write_ids
 from pretrain.checkpoint import newest_checkpoint

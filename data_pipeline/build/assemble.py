@@ -20,16 +20,10 @@ from data_pipeline.common.system import progress_bar
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus.readers import FileChunk, left_out
 from data_pipeline.corpus.sources import name_source
+from data_pipeline.sampling.manifest import SCHEMA, held_out_shortfall
 from data_pipeline.sampling.soundness import SPLITS, hash_manifest
-from data_pipeline.sampling.token_store import (
-    ARRAYS,
-    SCHEMA,
-    TOKENIZER_FILES,
-    count_parts,
-    find_run_edges,
-    held_out_shortfall,
-    load_array,
-)
+from data_pipeline.sampling.token_store import ARRAYS, count_parts, find_run_edges, load_array
+from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 
 SIZES = ("bytes", "documents", "sentences", "words", "tokens")  # counts per source in a manifest
 BLOCK = 1 << 24  # elements of an array to copy at once

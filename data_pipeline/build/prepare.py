@@ -60,8 +60,9 @@ from data_pipeline.corpus.selection import (
     select,
 )
 from data_pipeline.corpus.sources import list_file_chunks, name_source
+from data_pipeline.sampling.manifest import read_manifest
 from data_pipeline.sampling.soundness import CHECKED_FILE
-from data_pipeline.sampling.token_store import Vocabulary, read_manifest, read_vocabulary
+from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from data_pipeline.vocabulary.coverage import measure_accents, print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import (
     final_size,

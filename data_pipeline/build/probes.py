@@ -9,7 +9,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.reading import parse_json, read_utf8
 from data_pipeline.config import PROBES_FILE, ProbesConfig, check
-from data_pipeline.sampling.token_store import read_vocabulary
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer
 
 SUFFIXES = (".jsonl", ".tsv")

@@ -23,7 +23,8 @@ from data_pipeline.sampling.baselines import (
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import build_batch
 from data_pipeline.sampling.pairs import NO_PAIR, PAIR
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary
 
 PAIRS, SEQUENCES = 200_000, 50_000  # most pairs to measure, and most sequences to measure masks on
 MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # most tokens of those sequences; most lengths to sample

@@ -21,9 +21,11 @@ from data_pipeline.config import DataConfig, load_config
 from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store
 from data_pipeline.report.checks import check_held_out, check_results, percent, pieces_name
+from data_pipeline.sampling.manifest import held_out_shortfall
 from data_pipeline.sampling.pairs import LABELS, NO_PAIR
 from data_pipeline.sampling.soundness import check_data
-from data_pipeline.sampling.token_store import TokenStore, held_out_shortfall, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.coverage import describe_accents
 
 KINDS = {"mask": "[MASK]", "random": "a random piece in its place", "kept": "kept as it was"}

@@ -12,7 +12,8 @@ import torch
 
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.masking import SPANS, choose_words, replace_tokens, starts_span
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary
 
 
 @dataclass

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
-from data_pipeline.sampling.token_store import SPECIAL_TOKENS, Vocabulary
+from data_pipeline.sampling.vocabulary import SPECIAL_TOKENS, Vocabulary
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer
 from data_pipeline.vocabulary.words import END, WordSplitter, read_ids
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import MIN_VOCAB_SIZE, VocabConfig
-from data_pipeline.sampling.token_store import SPECIAL_TOKENS, Vocabulary
+from data_pipeline.sampling.vocabulary import SPECIAL_TOKENS, Vocabulary
 
 DEFAULT_SIZE = 30522  # BERT's
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is one [UNK]

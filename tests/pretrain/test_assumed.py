@@ -16,7 +16,9 @@ from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import DataConfig, PairsConfig, load_config
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary, read_manifest
+from data_pipeline.sampling.manifest import read_manifest
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary
 from data_pipeline.vocabulary.training import SPECIAL_TOKENS
 from pretrain import plan
 from pretrain.assumed import UNPACKED, assume_data, make_up_store, make_up_vocabulary

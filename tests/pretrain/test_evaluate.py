@@ -15,7 +15,8 @@ from data_pipeline.sampling import baselines
 from data_pipeline.sampling.baselines import accuracy_by_lengths, accuracy_by_shared_words
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.token_store import TokenStore, read_manifest
+from data_pipeline.sampling.manifest import read_manifest
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain import loss
 from pretrain.config import ModelConfig
 from pretrain.evaluate import GROUPS, HeldOut, evaluate, frequency_bands, token_groups, word_sizes

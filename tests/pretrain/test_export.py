@@ -29,7 +29,8 @@ import pretrain.export
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import PairsConfig, load_config
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary
 from data_pipeline.vocabulary.existing import write_whole
 from pretrain.checkpoint import hash_file, load_model, save_checkpoint
 from pretrain.config import Config, ModelConfig

@@ -23,7 +23,8 @@ from data_pipeline.build.prepare import prepare  # noqa: E402
 from data_pipeline.common.errors import UserError  # noqa: E402
 from data_pipeline.config import DataConfig, load_config  # noqa: E402
 from data_pipeline.sampling.batch_source import BatchSource  # noqa: E402
-from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary  # noqa: E402
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 from pretrain.config import Config  # noqa: E402
 from pretrain.export import export, export_checkpoint  # noqa: E402
 from pretrain.init_from import find_sources, hash_weights, split_piece, start_from  # noqa: E402

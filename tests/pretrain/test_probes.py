@@ -13,7 +13,8 @@ from data_pipeline.build.prepare import prepare
 from data_pipeline.build.probes import encode_texts, read_pairs
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency, score_sentences
 from pretrain.read_export import load_export
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.sampling.token_store import TokenStore, Vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain import word_vectors as module
 from pretrain.word_vectors import WINDOW, count_neighbours, to_information, word_vectors
 

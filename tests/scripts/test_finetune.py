@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import VocabConfig
-from data_pipeline.sampling.token_store import Vocabulary
+from data_pipeline.sampling.vocabulary import Vocabulary
 from data_pipeline.vocabulary.training import write_tokenizer
 from pretrain.config import ModelConfig
 from pretrain.export import export

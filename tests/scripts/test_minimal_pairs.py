@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
 from data_pipeline.common.errors import UserError
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain import probes
 from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency
 from pretrain.read_export import load_export

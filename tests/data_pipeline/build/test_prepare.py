@@ -25,12 +25,9 @@ from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.sources import list_file_chunks
-from data_pipeline.sampling.token_store import (
-    TokenStore,
-    Vocabulary,
-    read_manifest,
-    read_vocabulary,
-)
+from data_pipeline.sampling.manifest import read_manifest
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 
 SPLITS = ("train", "held_out")
 

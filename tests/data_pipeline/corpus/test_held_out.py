@@ -36,12 +36,9 @@ from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.report import page as report
 from data_pipeline.report.audit import decode
 from data_pipeline.report.checks import check_held_out
-from data_pipeline.sampling.token_store import (
-    TokenStore,
-    held_out_shortfall,
-    read_manifest,
-    read_vocabulary,
-)
+from data_pipeline.sampling.manifest import held_out_shortfall, read_manifest
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.config import Config, phases_of
 from pretrain.plan import plan
 from pretrain.run_setup import open_token_store
@@ -484,6 +481,6 @@ def test_without_held_out_documents_training_says_so_once(
 
 def test_a_split_that_is_large_enough_is_not_mentioned(small: Path, capsys) -> None:
     config = config_to_train(small, small / "run")
-    with patch("data_pipeline.sampling.token_store.HELD_OUT_DOCUMENTS", 2):
+    with patch("data_pipeline.sampling.manifest.HELD_OUT_DOCUMENTS", 2):
         open_token_store(config, phases_of(config))
     assert "warning" not in capsys.readouterr().out

@@ -34,7 +34,8 @@ from data_pipeline.corpus import readers
 from data_pipeline.corpus.selection import choose_extra_copies, hash_bytes, hash_limit
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.pairs import number_texts
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 
 FEW = settings(max_examples=100)
 ROWS = ['One, 中.\nTwo "quoted".', "NA", "12", "Three.\n\n Four.\x07", ""]

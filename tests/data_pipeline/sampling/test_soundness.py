@@ -16,7 +16,8 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.sampling import soundness
 from data_pipeline.sampling.soundness import CHECKED_FILE, check_data, hash_manifest
-from data_pipeline.sampling.token_store import TOKENIZER_FILES, TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 
 FLIPS = int(os.environ.get("DAMAGED_STORES", 72))
 

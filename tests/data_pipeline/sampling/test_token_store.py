@@ -30,6 +30,7 @@ from data_pipeline.config import (
 )
 from data_pipeline.sampling import token_store
 from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.manifest import read_manifest
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import (
     StoreView,
@@ -37,9 +38,8 @@ from data_pipeline.sampling.token_store import (
     count_parts,
     find_run_edges,
     load_array,
-    read_manifest,
-    read_vocabulary,
 )
+from data_pipeline.sampling.vocabulary import read_vocabulary
 
 # few descriptors; a disk that is waited for 50,000 times would be all of the test's time
 LIMITED = """

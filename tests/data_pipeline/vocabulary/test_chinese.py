@@ -28,7 +28,8 @@ from data_pipeline.corpus.readers import clean_text
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.pairs import SPECIALS
 from data_pipeline.sampling.soundness import check_data
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.training import build_normalizer, build_tokenizer
 from data_pipeline.vocabulary.words import (
     END,

@@ -20,18 +20,9 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.report.audit import audit_vocabulary, decode
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.token_store import (
-    TokenStore,
-    Vocabulary,
-    list_pieces,
-    read_vocabulary,
-)
-from data_pipeline.vocabulary.existing import (
-    load_tokenizer,
-    load_whole,
-    read_existing,
-    write_whole,
-)
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import Vocabulary, list_pieces, read_vocabulary
+from data_pipeline.vocabulary.existing import load_tokenizer, load_whole, read_existing, write_whole
 from data_pipeline.vocabulary.words import (
     END,
     IdWords,

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import VocabConfig
 from data_pipeline.corpus.readers import clean_text
-from data_pipeline.sampling.token_store import Vocabulary
+from data_pipeline.sampling.vocabulary import Vocabulary
 from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     SPECIAL_TOKENS,

@@ -22,7 +22,8 @@ from data_pipeline.config import (
     load_config,
 )
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.token_store import TokenStore, read_vocabulary
+from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.coverage import measure_accents, print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import make_vocabulary, read_existing
 from data_pipeline.vocabulary.training import (

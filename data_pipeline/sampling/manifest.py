@@ -1,0 +1,70 @@
+"""The manifest of a token store: what it was built from, and the sizes and hashes of its files."""
+
+from pathlib import Path
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import COUNT, SHA256, check_shape, read_json
+from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS
+
+SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and can still be read
+SIZES = {"tokens": COUNT, "sentences": COUNT, "documents": COUNT}
+HASHES = {str: SHA256}
+SPLIT = SIZES | {"bytes?": COUNT, "words?": COUNT}
+SHARDS = [SIZES | {"name": str, "sha256": HASHES}]
+MANIFEST = {  # shape of a manifest of either schema
+    "vocab_sha256": SHA256,
+    "sha256": SHA256,
+    "data_sha256?": SHA256,
+    "vocab_files?": HASHES,
+    "settings?": {str: object},
+    "word_starts?": bool,
+    "sources": [
+        {"name": str, "layout": str, "weight": float, "rejects": {str: COUNT}, "bytes": COUNT}
+        | {"words": COUNT, **SIZES}
+    ],
+    **dict.fromkeys(
+        ("train", "held_out"), (SPLIT | {"sha256": HASHES}, SPLIT | {"shards": SHARDS})
+    ),
+}
+
+
+def read_manifest(folder: Path) -> dict:
+    """Read the manifest of a finished store, with its schema number.
+
+    Raises `UserError` if there is none, or if a later version of the project wrote it.
+    """
+    path = folder / "manifest.json"
+    if not path.exists():
+        raise UserError(f"no token store at {folder}; make one: python -m data_pipeline CONFIG")
+    advice = f"delete {folder} and run python -m data_pipeline"
+    manifest = read_json(path, {"schema?": COUNT, "format?": COUNT}, advice)
+    schema = manifest.get("schema", manifest.get("format"))
+    if schema not in (1, SCHEMA):
+        raise UserError(
+            f"{path} has schema {schema}, and this version reads 1 to {SCHEMA}; use the version "
+            "of bert-pretrain that wrote it, or a later one"
+        )
+    check_shape(manifest, MANIFEST, path, advice)
+    data = manifest.get("data_sha256", manifest.get("sha256"))  # schema 1 had a single hash
+    return manifest | {"schema": schema, "data_sha256": data}
+
+
+def held_out_shortfall(manifest: dict) -> str | None:
+    """Describe why the held-out split is too small for its losses to be trusted; None if it is
+    not."""
+    documents, tokens = (manifest["held_out"][name] for name in ("documents", "tokens"))
+    if documents >= HELD_OUT_DOCUMENTS and tokens >= HELD_OUT_TOKENS:
+        return None
+    found = f"only {documents:,} document{'s' * (documents > 1)} of {tokens:,} tokens are held out"
+    if not documents:
+        found = "no document is held out, so there is no evaluation"
+    # up to a fifth changes nothing, because a small corpus has that much held out in any case
+    fraction = manifest.get("settings", {}).get("corpus.held_out_fraction", 0.01)
+    advice = f"add text, or raise corpus.held_out_fraction above {max(fraction, 0.2):g}"
+    if any(source["layout"] == "file" for source in manifest.get("sources", [])):
+        advice += "; a file is one document here: corpus.layout=line makes one of each line"
+    return (
+        f"{found}; losses on held-out text need {HELD_OUT_DOCUMENTS} documents and "
+        f"{HELD_OUT_TOKENS:,} tokens to be trusted; "
+        + (advice if fraction else "raise corpus.held_out_fraction, to 0.01 for example")
+    )
