@@ -86,10 +86,10 @@ class TimeLeft:
 
 def say_duration(seconds: float) -> str:
     """Format a time in the largest unit that it has at least two of."""
-    for name, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {name}"
-    return f"{seconds:,.0f} s"
+    units = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    unit, size = next((u for u in units if seconds >= 2 * u[1]), units[-1])
+    value = seconds / size
+    return f"{round(value, 1):g} {unit}" if value < 10 else f"{value:,.0f} {unit}"
 
 
 def say_evaluation(metrics: dict[str, float], objective: str) -> str:

@@ -23,7 +23,7 @@ from data_pipeline.sampling.batch_source import BatchSource, count_passes
 from data_pipeline.sampling.batches import Batch
 from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round_off
 from pretrain.config import Config, Phase, count_kept, phases_of
-from pretrain.describe import show_sequence
+from pretrain.describe import say_duration, show_sequence
 from pretrain.evaluate import sample_counts
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS
@@ -105,7 +105,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
         "disk": f"{mb(saved)} a checkpoint, {mb(all_saved)} for those that are kept and "
         "one in work",
-        "time here": f"{duration(here)} in one process, tried at {speed / 1e12:.3g} TFLOPS on "
+        "time here": f"{say_duration(here)} in one process, tried at {speed / 1e12:.3g} TFLOPS on "
         f"{accelerator.device.type}",
     }
     for n in cards:
@@ -144,7 +144,7 @@ def describe_preparation(work: Preparation) -> str:
     """Describe the time and disk space of `python -m data_pipeline`."""
     cores = "1 core" if work.cores == 1 else f"{work.cores} cores"
     return (
-        f"about {duration(work.seconds)} on {cores} of this machine, estimated; the store "
+        f"about {say_duration(work.seconds)} on {cores} of this machine, estimated; the store "
         f"{mb(work.store_bytes)}, up to {mb(work.most_bytes)} on disk while it works"
     )
 
@@ -160,7 +160,7 @@ def estimate_time(operations: float, phases: list[Phase], cards: int, layers: in
     seconds = operations / MFU / PEAK_FLOPS[CARD] / cards
     launched = sum((p.end - p.start) * n for p, n in zip(phases, passes, strict=True)) * layers
     seconds = max(seconds, launched * LAUNCH)
-    time = "under a minute" if seconds < 60 else f"about {duration(seconds)}"
+    time = "under a minute" if seconds < 60 else f"about {say_duration(seconds)}"
     said = ", then ".join(f"{n:,}" for n, _ in groupby(passes))
     return (
         f"{time}, estimated at {MFU:.0%} of peak; {said} {'pass' if said == '1' else 'passes'} a "
@@ -170,14 +170,6 @@ def estimate_time(operations: float, phases: list[Phase], cards: int, layers: in
 
 def mb(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
-
-
-def duration(seconds: float) -> str:
-    """Format a time in the largest unit that it has at least two of."""
-    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {name}"
-    return f"{seconds:,.1f} seconds"
 
 
 def measure_activations(

@@ -98,7 +98,10 @@ def test_the_time_left_foresees_longer_sequences(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0, "0 s"), (119, "119 s"), (600, "10 min"), (9000, "2 h"), (4e5, "5 days")],
+    [
+        *((0, "0 s"), (0.26, "0.3 s"), (119, "119 s"), (120, "2 min"), (600, "10 min")),
+        *((9000, "2.5 h"), (4e5, "4.6 days"), (1e8, "1,157 days")),
+    ],
 )
 def test_a_duration_is_told_in_the_largest_unit_of_which_it_is_two(seconds, said) -> None:
     assert say_duration(seconds) == said
