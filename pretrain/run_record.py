@@ -13,7 +13,7 @@ import numpy as np
 from data_pipeline.config import check
 from pretrain.config import Config, Phase, phase_at, phases_of
 from pretrain.describe import TimeLeft
-from pretrain.export import read_run_config
+from pretrain.read_run import read_run_config
 from pretrain.tracking import read_metrics
 
 RECENT = 20  # log lines that the present speed and loss are taken from

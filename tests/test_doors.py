@@ -45,12 +45,13 @@ from data_pipeline.vocabulary.existing import load_tokenizer, load_whole, read_e
 from data_pipeline.vocabulary.words import END, IdWords, WordIndex, find_units, read_ids, write_ids
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config
-from pretrain.export import export_checkpoint, read_run_config, read_run_state
+from pretrain.export import export_checkpoint
 from pretrain.fingerprint import read_fingerprint
 from pretrain.init_from import hash_weights, start_from
 from pretrain.models.bert import PretrainingModel
 from pretrain.objectives import objectives_of
 from pretrain.read_export import load_export
+from pretrain.read_run import read_run_config, read_run_state
 from pretrain.report import render_runs
 from pretrain.run_record import RunRecord
 from pretrain.run_setup import build_probes

@@ -31,7 +31,7 @@ FLOORS = [
         "pretrain",
         "checkpoint metrics evaluate probes monitor describe model_card processes run_folder",
     ),
-    ("pretrain", "export_folder read_export export init_from"),
+    ("pretrain", "export_folder read_export read_run export init_from"),
     ("pretrain", "run_record report word_vectors run_setup train assumed plan recipes __main__"),
 ]
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]

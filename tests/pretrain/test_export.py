@@ -34,13 +34,14 @@ from data_pipeline.sampling.vocabulary import Vocabulary
 from data_pipeline.vocabulary.existing import write_whole
 from pretrain.checkpoint import hash_file, load_model, save_checkpoint
 from pretrain.config import Config, ModelConfig
-from pretrain.export import export, find_manifest, find_vocabulary, read_run_config
+from pretrain.export import export
 from pretrain.export_folder import check_export_folder, read_marker
 from pretrain.families import FAMILIES, LAYER_NAMES, Family, hf_config
 from pretrain.model_card import model_card
 from pretrain.models.bert import PretrainingModel, continue_positions, settle_embeddings
 from pretrain.objectives import objectives_of
 from pretrain.read_export import load_export
+from pretrain.read_run import find_manifest, find_vocabulary, read_run_config
 
 FILES = {
     "README.md",
