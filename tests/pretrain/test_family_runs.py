@@ -42,7 +42,7 @@ FAMILIES = {
         *("data.mask_replace_prob=0.85", "data.random_replace_prob=0"),
     ),
 }
-STEPS = {"roberta": 150, "albert": 300, "electra": 150}
+STEPS = {"roberta": 300, "albert": 300, "electra": 150}
 MARGIN = 0.03  # of the area under RTD's curve above guessing, seven of its standard errors
 LEARNS = (
     *("train.save_every=75", "train.eval_every=1000", "train.log_every=25"),

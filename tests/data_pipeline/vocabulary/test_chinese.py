@@ -353,7 +353,7 @@ CORPUS = [[[1 + (i * j) % 5 for j in range(3 + i % 9)]] * (1 + i % 4) for i in r
 
 
 # another digest is other data: runs that have begun cannot go on with it
-DIGESTS = {"nsp": "9dfb65b8c18093da", "sop": "3484644dd0141693", "none": "e630035a182bbefc"}
+DIGESTS = {"nsp": "bf97d913265b78e1", "sop": "3484644dd0141693", "none": "e630035a182bbefc"}
 
 
 def digest(store: TokenStore, objective: str) -> str:

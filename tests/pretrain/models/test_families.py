@@ -280,7 +280,7 @@ def test_the_curve_of_an_evaluation_is_that_of_all_pairs_of_tokens(electra, fill
     wanted = ((high > low).double() + 0.5 * (high == low)).mean().item()
     *_, (row,), counts = electra.score(batch)
     assert counts.sum(1).tolist() == [(~is_replaced).sum(), is_replaced.sum()]
-    assert area_under_curve(counts) == pytest.approx(wanted, abs=1e-3)
+    assert area_under_curve(counts) == pytest.approx(wanted, abs=2e-3)
     assert abs(wanted - 0.5) > 0.01 and row[2] == len(logits)
 
 
