@@ -7,6 +7,7 @@ and replaces its number by its token ids. So no text is read or normalised twice
 
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -172,9 +173,12 @@ def count_words(path: Path, n: int) -> np.ndarray:
     return counts
 
 
-def merge_counts(scans: list[Path], split: str) -> WordCounts:
-    """Add up the word counts of one split over all scans, in their order."""
-    total = WordCounts()
+def merge_counts(scans: list[Path], split: str, whole: bool = False) -> WordCounts:
+    """Add up the word counts of one split over all scans, in their order.
+
+    whole: whether words are those of `IdWords`, of which none is too long.
+    """
+    total = WordCounts(math.inf) if whole else WordCounts()
     for scan in scans:
         words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
         counts = np.load(scan / split / "counts.npy")

@@ -265,20 +265,20 @@ def write_vocab(work: Work) -> None:
     """Check that the corpus holds text, train the vocabulary on its training words, and write and
     print how it fits held-out ones."""
     check_corpus(work.stats, work.config, work.groups)
-    counts, unseen = merge_counts(work.scans, "train"), merge_counts(work.scans, "held_out")
+    whole = work.whole is not None
+    counts, unseen = (merge_counts(work.scans, split, whole) for split in ("train", "held_out"))
     try:
         pieces = make_vocabulary(counts, work.vocab, work.existing)
     except UserError as error:
         names = ", ".join(map(name_source, work.corpus.each_source()[:3]))
         raise UserError(f"{names}: {error}") from None
-    kept, whole = len(work.existing), work.whole
-    report = report_vocabulary(pieces, kept, counts, unseen, work.vocab, whole is not None)
+    report = report_vocabulary(pieces, len(work.existing), counts, unseen, work.vocab, whole)
     sources = range(len(work.corpus.each_source()))
     sample = chain.from_iterable(sample_source(work, i, SAMPLE) for i in sources)
     report["accents"] = {} if whole else measure_accents(sample, work.vocab)
     with sealed_folder(work.vocab_dir) as folder:
         if whole:
-            write_whole(folder, whole)
+            write_whole(folder, work.whole)
         else:
             write_tokenizer(folder, pieces, work.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -443,7 +443,7 @@ def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileCh
     for i, source in enumerate(config.corpus.each_source()):
         own = [s for s, group in zip(stats, groups, strict=True) if group[0].source == i]
         bad = sum(s["rejects"].get(BAD_ROWS, 0) for s in own)
-        rows = sum(sum(s["rejects"].values()) + s["read"] for s in own)
+        rows = bad + sum(s["rejects"].get("empty", 0) + s["read"] for s in own)
         if bad > MOST_BAD * rows:
             raise UserError(
                 f"{bad:,} of {rows:,} rows of {name_source(source)} are bad, above {MOST_BAD:.0%}; "

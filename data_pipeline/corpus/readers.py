@@ -240,12 +240,12 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
     Raises `UserError` for a malformed row or a missing column.
     """
     csv.field_size_limit(MOST_CHARACTERS)
-    waiting = 0  # characters of a row that has not ended: quotes may hold line ends
+    waiting = lines = 0  # characters and lines of a row: quotes may hold line ends
 
     def read_whole_rows() -> Iterator[str]:
-        nonlocal waiting
+        nonlocal waiting, lines
         for line in read_lines(chunk, source):
-            waiting += len(line) + 1
+            waiting, lines = waiting + len(line) + 1, lines + (line != "")
             if waiting > MOST_CHARACTERS:
                 raise too_long(chunk, "a row")
             yield f"{line}\n"
@@ -255,12 +255,12 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
         header = next(rows, [])
         if source.text_field not in header:
             raise UserError(
-                f"{chunk.path} has no column {source.text_field!r}, but {', '.join(header)[:200]}; "
-                "set corpus.text_field"
+                f"{chunk.path} has no column {source.text_field!r}, but "
+                f"{', '.join(header)[:200] or 'an empty first line'}; set corpus.text_field"
             )
         column = header.index(source.text_field)
         while True:
-            waiting = 0
+            waiting = lines = 0
             try:
                 row = next(rows, None)
                 if row and len(row) != len(header):
@@ -268,7 +268,7 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
             except csv.Error:
                 if source.on_bad_row != "skip":
                     raise
-                yield None
+                yield from [None] * lines  # a stray quote takes in the rows after it
                 continue
             if row is None:
                 return
@@ -379,7 +379,7 @@ def read_cells(cells: Iterator[object], chunk: FileChunk, column: str, key: str)
     unpacked = 0
     try:
         for cell in cells:
-            text = cell or ""
+            text = "" if cell is None else cell
             if not isinstance(text, str):
                 raise UserError(
                     f"{chunk.path}: column {column!r} is not text: {str(text)[:80]!r}; set {key}"

@@ -16,7 +16,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.reading import read_json
 from data_pipeline.config import CorpusConfig, SourceConfig, check_choice, to_list
 from data_pipeline.corpus.files import OPENERS, open_bytes, open_file, read
-from data_pipeline.corpus.readers import BLANK_LINE, READERS, FileChunk, open_dataset
+from data_pipeline.corpus.readers import BLANK_LINES, READERS, FileChunk, clean_text, open_dataset
 
 CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
@@ -83,7 +83,10 @@ def list_files(patterns: list[str]) -> list[str]:
             what = "no file matches" if has_magic(pattern) else "no corpus file at"
             raise UserError(f"{what} {pattern} (in {os.getcwd()}); correct corpus.files")
         paths += found
-    return list(dict.fromkeys(paths))
+    first: dict[str, str] = {}  # a link to a folder above gives a file forty names
+    for path in paths:
+        first.setdefault(os.path.realpath(path), path)
+    return list(first.values())
 
 
 def sample_hash(path: str) -> str:
@@ -132,8 +135,7 @@ def detect_layout(paths: list[str], encoding: str) -> str:
     for path in paths:
         with open_bytes(path) as file:
             head = read(file, BLOCK_BYTES, path).decode(encoding, "replace")
-        head = head.replace("\r\n", "\n").replace("\r", "\n").strip()
-        if BLANK_LINE.search(head.encode("utf-8", "replace")):
+        if BLANK_LINES.search(clean_text(head.removeprefix("\ufeff")).strip()):
             return "blank_line"
     return "file" if len(paths) > 1 else "line"
 

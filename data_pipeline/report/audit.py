@@ -189,18 +189,17 @@ def audit_coverage(pairs: np.ndarray, sentence_offsets: np.ndarray) -> dict:
     gap_start, gap_end = reached, np.append(spans[:, 0], sentence_offsets[-1])
     gaps = gap_end > gap_start
     gap_start, gap_end = gap_start[gaps], gap_end[gaps]
-    sentence_end = sentence_offsets[np.searchsorted(sentence_offsets, gap_start, side="left")]
-    tokens, cut = (
-        int(sentence_offsets[-1]),
-        int((np.minimum(sentence_end, gap_end) - gap_start).sum()),
-    )
-    missing = int((gap_end - gap_start).sum())
+    # the whole sentences of a gap, from the first that starts in it to the last that ends in it
+    first = sentence_offsets[np.searchsorted(sentence_offsets, gap_start, side="left")]
+    last = sentence_offsets[np.searchsorted(sentence_offsets, gap_end, side="right") - 1]
+    left_out = int(np.maximum(last - first, 0).sum())
+    tokens, missing = int(sentence_offsets[-1]), int((gap_end - gap_start).sum())
     return {
         "tokens": tokens,
         "covered": (tokens - missing) / tokens,
         "again": int((spans[:, 1] - spans[:, 0]).sum()) - (tokens - missing),
-        "cut": cut,
-        "left_out": missing - cut,
+        "cut": missing - left_out,
+        "left_out": left_out,
     }
 
 

@@ -45,7 +45,7 @@ def report_vocabulary(
         "pieces_kept": kept,
         "words": sum(train.values()) + train.dropped + train.junk,
         "distinct_words": len(train),
-        "words_too_long": 0 if whole else train.junk,
+        "words_too_long": train.junk,
         "occurrences_of_rare_words_dropped": train.dropped,
         "counts_too_small_by_at_most": train.shortfall,
         "longest_pieces": sorted(pieces[kept:size], key=lambda p: (-len(bare(p)), p))[:LONGEST],
@@ -76,7 +76,7 @@ def measure_fit(
     fractions of tokens that are [UNK] or a single character of a longer word.
     """
     unknown = Vocabulary.of(pieces)["[UNK]"]
-    junk = words.junk if tokenizer else 0  # one [UNK] each
+    junk = words.junk  # one [UNK] each
     lone = [len(bare(piece)) == 1 for piece in pieces]
     tokens = whole = unknowns = characters = 0
     for word, count in words.items():

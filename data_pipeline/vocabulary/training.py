@@ -33,16 +33,17 @@ class WordCounts(dict[str, int]):
 
     dropped: occurrences dropped in total.
     shortfall: the most that a count can be too small because its word was dropped before.
-    junk: occurrences of words longer than `MAX_WORD_CHARACTERS`, which can only become [UNK].
+    junk: occurrences of words of more than `most` characters, which BERT's rules make [UNK].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = MAX_WORD_CHARACTERS) -> None:
+        self.most = most
         self.junk = self.dropped = self.shortfall = 0
 
     def add(self, words: Iterable[tuple[str, int]]) -> None:
         """Add the word counts of a file chunk; which words are dropped depends on their order."""
         for word, count in words:
-            if len(word) > MAX_WORD_CHARACTERS:
+            if len(word) > self.most:
                 self.junk += count
             else:
                 self[word] = self.get(word, 0) + count

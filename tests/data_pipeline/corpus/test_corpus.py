@@ -101,6 +101,13 @@ def test_a_json_line_without_the_text_is_named(tmp_path: Path, lines: list[str],
         read(file)
 
 
+def test_a_json_line_of_a_later_part_is_named_with_its_byte(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1)
+    file = write(tmp_path / "a.jsonl", '{"text": "a"}\n{"text": "b"}\n{broken\n')
+    with pytest.raises(UserError, match=r"a\.jsonl: JSON line 1 after byte 28 is not"):
+        read(file)
+
+
 def test_a_lone_surrogate_in_json_is_text_that_can_be_encoded(tmp_path: Path):
     # web crawls have halves of emoji as \ud83d; nothing after this step can take them
     file = write(tmp_path / "a.jsonl", r'{"text": "half \ud83d, whole \ud83d\udc34"}')
@@ -119,6 +126,14 @@ def test_the_layout_is_detected(tmp_path: Path):
     assert read(lines, lines.with_name("blank.txt")) == ["a\nb\nc", "a\nb", "c"]
     other = write(tmp_path / "other.txt", "d\ne\n")
     assert [d.split() for d in read(lines, other)] == [["a", "b", "c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("blank", ["\x0c", "\u3000", "\xa0 "])
+def test_a_line_is_blank_for_the_layout_where_it_is_for_the_reader(tmp_path: Path, blank: str):
+    file = write(tmp_path / "a.txt", f"one\ntwo\n{blank}\nthree\nfour\n")
+    assert read(file) == read(file, layout="blank_line") == ["one\ntwo", "three\nfour"]
+    file = write(tmp_path / "b.txt", "\ufeff\n\none\ntwo\n")  # blank lines after a mark say nothing
+    assert read(file) == ["one", "two"]
 
 
 def test_suffixes_in_capitals_say_what_small_ones_do(tmp_path: Path):
@@ -192,6 +207,8 @@ def test_files_come_in_the_order_given_and_each_once(tmp_path: Path):
         write(tmp_path / f"{name}.txt", f"{name}\n")
     write(tmp_path / "d.md", "d\n")
     assert read(tmp_path / "c.txt", tmp_path / "*.txt", layout="line") == ["c", "a", "b"]
+    (tmp_path / "again").symlink_to(tmp_path)  # a link to a folder above
+    assert read(tmp_path / "**/*.txt", tmp_path / "./b.txt", layout="line") == ["a", "b", "c"]
     literal = write(tmp_path / "[a].txt", "brackets\n")  # a glob for a.txt, and a file's name
     assert read(literal, layout="line") == ["brackets"]
 
@@ -317,6 +334,12 @@ def test_a_place_to_cut_is_sought_once_through_the_file(tmp_path: Path, monkeypa
     with open(file, "rb") as opened:
         assert sources.next_match(opened, 0, Pattern()) is None
     assert searched < 3 * file.stat().st_size
+
+
+def test_a_place_to_cut_is_found_where_two_blocks_meet(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 4)
+    with open(write(tmp_path / "a.txt", "abc\n \ndef"), "rb") as file:
+        assert sources.next_match(file, 0, readers.BLANK_LINE) == 6
 
 
 # ---------------------------------------------------------------------------------- not text

@@ -240,3 +240,11 @@ def test_a_selection_of_nothing_special_takes_every_document_once():
         for held_out in (False, True):
             assert chosen.take("text", 0, held_out, rejects) == ("text", 1)
     assert rejects.causes == {}
+
+
+def test_a_document_of_which_blank_lines_alone_remain_is_a_duplicate():
+    chosen, rejects, line = Selection(), Rejects(), "a" * MIN_DEDUP_CHARS
+    chosen.seen = {"paragraphs": {selection.hash_text(line)}}
+    chosen.repeated = {"paragraphs": set()}
+    assert chosen.drop_paragraphs(f"{line}\n \t", rejects) == ""
+    assert rejects.causes == {"duplicate": 1}

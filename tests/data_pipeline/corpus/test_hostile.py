@@ -6,6 +6,7 @@ import json
 import lzma
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet
@@ -116,6 +117,43 @@ def test_a_row_of_csv_with_a_stray_quote_is_skipped_on_request(tmp_path: Path, r
     assert rejects.causes == {"bad rows": 1}
 
 
+@pytest.mark.parametrize("end", ["", 'another "quote",1\nlast,1\n'])
+def test_all_rows_that_a_stray_quote_takes_in_are_counted(tmp_path: Path, end: str) -> None:
+    before, inside = "".join(f"text {i},1\n" for i in range(200)), "of several lines,1\n" * 300
+    (tmp_path / "a.csv").write_text(f'text,n\n{before}"never closed,1\n{inside}{end}')
+    source, rejects = SourceConfig(files=str(tmp_path / "a.csv"), on_bad_row="skip"), Rejects()
+    documents = list(read_documents(list_source(source)[0], source, rejects))
+    assert documents[:200] == [f"text {i}" for i in range(200)]
+    assert documents[200:] == ["last"] * bool(end)
+    assert rejects.causes == {"bad rows": 301 + bool(end)}
+
+
+def test_a_document_of_many_lines_is_refused_without_reading_it_whole(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.corpus.readers.MOST_CHARACTERS", 1 << 18)
+    source = SourceConfig(files=str(tmp_path / "a.txt"), layout="blank_line")
+    for blank, refused in (("\n", False), ("", True)):
+        (tmp_path / "a.txt").write_text(f"{WORDS}\n{blank}" * 20_000)
+        documents = read_documents(list_source(source)[0], source, Rejects())
+        if refused:
+            with pytest.raises(UserError, match="a document of more than 262,144 characters"):
+                next(documents)
+        else:
+            assert list(documents) == [WORDS] * 20_000
+
+
+def test_a_long_cell_of_a_column_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("data_pipeline.corpus.readers.MOST_CHARACTERS", 10)
+    table = pyarrow.table({"text": ["a" * 10, "b" * 11]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    source = SourceConfig(files=str(tmp_path / "a.parquet"))
+    documents = read_documents(list_source(source)[0], source, Rejects())
+    assert next(documents) == "a" * 10
+    with pytest.raises(UserError, match="a document of more than 10 characters"):
+        next(documents)
+
+
 def rows(bad: int, total: int = 1000) -> str:
     good = [json.dumps({"text": f"{WORDS} {i}"}) for i in range(total - bad)]
     return "\n".join([*good, *["null", '{"text": 3}', "{"][:bad], *["null"] * (bad - 3)])
@@ -137,6 +175,13 @@ def test_bad_rows_are_skipped_and_counted_up_to_one_percent(
         with pytest.raises(UserError, match="11 of 1,000 rows of .* are bad, above 1%"):
             prepare(config, workers=1)
         return
+    if bad == 10:  # copies are rows too, but each row counts once
+        copies = tmp_path / "copies.jsonl"
+        copies.write_text(rows(11, 511) + "\n" + rows(0, 500))
+        again = replace(config, data_dir=str(tmp_path / "copies"))
+        again.corpus = replace(corpus, files=str(copies), deduplicate=True)
+        with pytest.raises(UserError, match="11 of 1,011 rows of .* are bad, above 1%"):
+            prepare(again, workers=1)
     prepare(config, workers=1)
     assert f"left out: {bad} bad rows" in capsys.readouterr().out
     manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())

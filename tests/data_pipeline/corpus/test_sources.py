@@ -104,13 +104,21 @@ def test_a_tsv_file_has_no_quotes(tmp_path: Path):
     [
         ('text\nfine\n"never closed\nmore\n', r"a\.csv: line \d+ is not csv \(unexpected end"),
         ("text,b\nfine,1\nshort\n", r"a\.csv: line 3 is not csv \(1 fields, the header has 2\)"),
-        ("", r"a\.csv has no column 'text'"),
+        ("text,b\nfine,1\nlong,1,2\n", r"a\.csv: line 3 is not csv \(3 fields, the header has 2\)"),
+        ("", r"a\.csv has no column 'text', but an empty first line; set corpus.text_field"),
     ],
 )
 def test_a_broken_table_is_named_with_the_line(tmp_path: Path, text: str, message: str):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(UserError, match=message):
         read_all(CorpusConfig(files=str(tmp_path / "a.csv")))
+
+
+@pytest.mark.parametrize("values", [[0, 0], [False], [[], []]], ids=["numbers", "flags", "lists"])
+def test_a_column_of_zeros_is_no_column_of_empty_texts(tmp_path: Path, values: list):
+    datasets.Dataset.from_dict({"text": values}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: column 'text' is not text"):
+        read_all(CorpusConfig(files=str(tmp_path / "a.parquet")))
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path):
@@ -184,6 +192,14 @@ def test_another_encoding_is_recognised_and_read_when_said(tmp_path: Path, looks
     text = (before + BYTES[looks]).decode(encoding)
     read = read_all(CorpusConfig(files=str(file), layout="line", encoding=encoding))
     assert read == text.split("\n")[:-1]
+
+
+def test_korean_is_not_taken_for_chinese(tmp_path: Path):
+    text = "한국어로 쓴 글은 중국어가 아니다. 그래서 다른 이름을 불러야 한다.\n"
+    (tmp_path / "a.txt").write_bytes(text.encode("euc-kr"))
+    with pytest.raises(UserError, match=r"a\.txt: byte 0 is not utf-8") as error:
+        read_all(CorpusConfig(files=str(tmp_path / "a.txt"), layout="line"))
+    assert "gb18030" not in str(error.value)
 
 
 def test_utf_8_that_is_read_as_another_encoding_is_recognised(tmp_path: Path):

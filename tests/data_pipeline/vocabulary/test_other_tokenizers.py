@@ -186,6 +186,24 @@ def test_where_words_have_no_spaces_each_character_can_be_masked_alone(
     assert len(han) > 20 and max(map(len, han)) <= 2
 
 
+@pytest.mark.parametrize("held_out", [0, 0.2])
+def test_the_report_counts_the_longest_words_too(prepared: Path, tmp_path: Path, held_out: float):
+    """A clause of Chinese is a word of many ids."""
+    text = (prepared / "topics.txt").read_text(encoding="utf-8")
+    train_unigram(text[:20000] + CHINESE).save(str(tmp_path / "tokenizer.json"))
+    clauses = [CHINESE[:13] * n for n in range(1, 11)]
+    (tmp_path / "a.txt").write_text("\n\n".join(clauses), encoding="utf-8")
+    prepare_with(tmp_path / "a.txt", tmp_path / "data", tmp_path, held_out_fraction=held_out)
+    vocabulary = read_vocabulary(tmp_path / "data/vocab")
+    split = "held_out" if held_out else "train"
+    store = TokenStore.open(tmp_path / "data/store", split, vocabulary)
+    report = json.loads((tmp_path / "data/vocab/report.json").read_text())
+    assert report["words_too_long"] == 0
+    assert report["measured_words"] == store.n_documents
+    found = report["sizes"][-1]["tokens_per_word"] * report["measured_words"]
+    assert found == pytest.approx(len(store), abs=0.01)
+
+
 def test_pieces_are_shown_as_people_read_them(data: Path):
     vocabulary, tokenizer = read_vocabulary(data / "vocab"), load_tokenizer(data / "vocab")
     for i, piece in enumerate(vocabulary.pieces):
@@ -346,6 +364,7 @@ def drop_mask(value: dict) -> None:
         (add_piece, "1 added tokens .* that divide text before them; take them out"),
         (drop_mask, r"lacks \[MASK\]"),
         (add_line_end, "a piece with a line end"),
+        (lambda value: value["model"].update(dropout=0.1), "drops merges at random; set its"),
         (lambda value: value["model"].update(vocab=[1]), "no list of .piece, score."),
     ],
 )

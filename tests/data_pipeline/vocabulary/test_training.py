@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -173,6 +174,18 @@ def test_a_size_beyond_the_corpus_says_the_most_that_works(counts: Counter[str])
     assert len(without_padding(train_wordpiece(counts, config_of(most)))) == most
     with pytest.raises(UserError, match="yields at most"):
         train_wordpiece(counts, config_of(most + 1))
+
+
+@pytest.mark.parametrize("letters, advised", [("abcdefg", False), ("abcdefgh", True)])
+def test_no_size_is_advised_that_the_config_would_refuse(letters: str, advised: bool):
+    least = len(SPECIAL_TOKENS) + 8
+    with (
+        patch("data_pipeline.vocabulary.training.MIN_VOCAB_SIZE", least),
+        pytest.raises(UserError, match=rf"yields at most {least - (not advised)} ") as error,
+    ):
+        train_wordpiece(dict.fromkeys(letters, 1), config_of(100))
+    assert ("set vocab.size=" in str(error.value)) is advised
+    assert str(error.value).endswith("add text")
 
 
 # ---------------------------------------------------------------------------------- files

@@ -406,6 +406,21 @@ def test_the_report_s_shares_are_those_of_a_text_worked_by_hand():
     assert [rows[10][share] for share in shares] == pytest.approx(wanted, abs=1e-6)
 
 
+def test_what_is_not_counted_is_said(capsys: pytest.CaptureFixture):
+    words = WordCounts()
+    with patch("data_pipeline.vocabulary.training.MAX_WORDS", 4):
+        words.add({"aa": 9, "ab": 8, "a": 7, "b": 2, "ba": 1, "y" * 200: 1234}.items())
+    pieces = [*SPECIAL_TOKENS, "##a", "##b", "a", "b", "aa"]
+    report = report_vocabulary(pieces, 9, words, WordCounts(), VocabConfig()) | {"accents": {}}
+    assert report["words"] == 9 + 8 + 7 + 2 + 1 + 1234 and report["pieces_kept"] == 9
+    assert report["distinct_words"] == 2 and report["longest_pieces"] == ["aa"]
+    print_report(report)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "words too long to be more than [UNK]: 1,234 " in said
+    assert "rare words dropped to bound the memory: 10 occurrences, no count is too small" in said
+    assert "by more than 7 on 1,251 train words:" in said
+
+
 def test_much_that_is_unknown_is_said(capsys: pytest.CaptureFixture):
     words = WordCounts()
     words.add([("ab", 9), ("中", 1)])
