@@ -81,7 +81,7 @@ def test_a_table_is_read_by_its_suffix(tmp_path: Path, name: str):
 
 def test_a_column_that_is_no_text_is_named(tmp_path: Path):
     file = write_rows(tmp_path / "a.parquet", ROWS)
-    with pytest.raises(UserError, match=r"a\.parquet: column 'id' is not text: '1'"):
+    with pytest.raises(UserError, match=r"a\.parquet: column 'id' is not text: '0'"):
         read_all(CorpusConfig(files=file, text_field="id"))
 
 
