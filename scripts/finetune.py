@@ -9,6 +9,7 @@ judged. Writes DIR/results.json and prints a table. docs/finetuning.md has a com
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -155,12 +156,14 @@ def check_settings(args: argparse.Namespace) -> None:
     for name in ("epochs", "batch_size", "max_train"):
         value = getattr(args, name)
         check(value is None or value > 0, f"--{name.replace('_', '-')} {value}: wanted 1 or more")
-    check(min(args.learning_rates) > 0, "--learning-rates: wanted numbers above 0")
+    for rate in args.learning_rates:
+        check(0 < rate < math.inf, f"--learning-rates {rate:g}: wanted finite numbers above 0")
     check(0 <= args.warmup < 1, f"--warmup {args.warmup}: wanted 0 to below 1")
     dropout = args.dropout
     check(dropout is None or 0 <= dropout < 1, f"--dropout {dropout}: wanted 0 to below 1")
     check(len({*args.seeds}) == len(args.seeds), "--seeds holds a seed twice")
-    check(min(args.seeds) >= 0, f"--seeds {min(args.seeds)}: wanted 0 or more")
+    for seed in args.seeds:
+        check(0 <= seed < 1 << 64, f"--seeds {seed}: wanted 0 or more, and less than 2 ** 64")
     is_classification = args.task in ("classification", "multi_label")
     check("bow" not in args.also or is_classification, f"--also bow: not for {args.task}")
     check(
@@ -185,10 +188,12 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         args.max_train = None
     task = TASKS[args.task](examples["train"])
     if args.task in ("classification", "multi_label", "regression"):
-        texts = {len(example.texts) for part in examples.values() for example in part}
+        read = [example for part in examples.values() for example in part]
+        places = {len(example.texts): example.place for example in reversed(read)}  # the first ones
         check(
-            len(texts) == 1,
-            "some of the files have a second sentence and some have not; name it with --columns",
+            len(places) == 1,
+            f"{places.get(1)} has no second sentence, and {places.get(2)} has one; name its column "
+            "with --columns second=NAME",
         )
     check(
         args.task != "classification" or task.outputs > 1,

@@ -48,16 +48,17 @@ def number_scores(wanted: Sequence[float], found: Sequence[float]) -> dict[str, 
     """
     a, b = np.asarray(wanted, float), np.asarray(found, float)
     b = np.where(np.isfinite(b), b, 0)
-    variance = ((a - a.mean()) ** 2).sum()
     return {
         "pearson": correlation(a, b),
         "spearman": correlation(ranks(a), ranks(b)),
-        "r2": 1 - ((a - b) ** 2).sum() / variance if variance else 0.0,
+        "r2": 1 - ((a - b) ** 2).mean() / a.var() if np.ptp(a) else 0.0,
     }
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
     """Compute Pearson's correlation; 0 where one side is constant."""
+    if not (np.ptp(a) and np.ptp(b)):  # a mean of equal numbers, rounded, may differ from them
+        return 0.0
     a, b = a - a.mean(), b - b.mean()
     norm = np.sqrt((a @ a) * (b @ b))
     return a @ b / norm if norm else 0.0
@@ -120,7 +121,8 @@ WORD = r"[^\W\u4e00-\u9fa5]"
 CMRC_PIECES = re.compile(
     rf"[\u4e00-\u9fa5]|{WORD}+(?:(?:\.|,(?=\d)){WORD}+)*|[^\w\s]"
 )  # 3.5 is one
-CMRC_MARKS = set("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
+# its list has …… in one, which is no character: a … is not left out
+CMRC_MARKS = set("-:_*^/\\~`+=，。：？！“”；’《》·、「」（）－～『』")
 
 
 def answer_scores(

@@ -279,8 +279,10 @@ class Tagging(Task):
     def loss(self, scores: Tensor, units: list[Unit]) -> Tensor:
         rows = [row for row, unit in enumerate(units) for _ in unit.target[0]]
         positions = [position for unit in units for position in unit.target[0]]
-        tags = torch.tensor([tag for unit in units for tag in unit.target[2]], device=scores.device)
-        # a sum over a count that cannot be 0: a batch may have no word that has a piece
+        # a batch may have no word that has a piece: the tags of none are no floats, and the mean is
+        # a sum over a count that cannot be 0
+        tags = [tag for unit in units for tag in unit.target[2]]
+        tags = torch.tensor(tags, dtype=torch.int64, device=scores.device)
         total = F.cross_entropy(scores[rows, positions], tags, reduction="sum")
         return total / max(len(tags), 1)
 

@@ -11,6 +11,7 @@ from helpers import ROOT, fork
 
 sys.path.append(str(ROOT / "scripts"))
 
+import bench_figures  # noqa: E402
 import bench_peers  # noqa: E402
 
 KEYS = ["figure", "unit", "ours", "peer", "ratio", "target", "runs", "spread", "threads"]
@@ -38,6 +39,18 @@ def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None
             more = {figure["ours"] / figure["peer"], figure["peer"] / figure["ours"]}
             assert any(figure["ratio"] == pytest.approx(times, rel=0.02) for times in more)
     assert sum(figure["peer"] is not None for figure in figures) == with_peer
+
+
+def test_a_ratio_says_how_many_times_better_ours_is(capsys) -> None:
+    for smaller_is_better, ratio in ((False, 0.5), (True, 2.0)):
+        bench_figures.show("f", "s", "", [1, 2, 9], [4], smaller_is_better=smaller_is_better)
+        found = json.loads(capsys.readouterr().out)
+        assert (found["ours"], found["peer"], found["ratio"]) == (2, 4, ratio)
+
+
+def test_the_first_run_is_a_warm_up() -> None:
+    times, units = iter(range(0, 100, 2)), iter([1000, 4, 6])
+    assert bench_figures.rates(2, lambda: next(units), clock=lambda: next(times)) == [[2, 3]]
 
 
 @pytest.mark.slow

@@ -32,7 +32,15 @@ import finetune  # noqa: E402
 import finetune_metrics as ours  # noqa: E402
 from finetune_data import Example, read_examples  # noqa: E402
 from finetune_tasks import TASKS  # noqa: E402
-from finetune_train import build_network, make_batch, shuffled_batches  # noqa: E402
+from finetune_train import (  # noqa: E402
+    Run,
+    Split,
+    build_network,
+    make_batch,
+    shuffled_batches,
+    sorted_batches,
+)
+from finetune_train import finetune as train  # noqa: E402
 from finetune_words import fit_words, vectorize  # noqa: E402
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -186,6 +194,18 @@ def test_a_bag_of_words_bears_a_draw_of_one_label() -> None:
         assert found.dev[0][TASKS[task].metrics[0]] == 1
 
 
+def test_a_bag_of_words_knows_its_training_texts_only_and_heeds_its_strength() -> None:
+    train = [Example("", ["a", text], label) for text, label in zip("bbbc", "xxxy", strict=True)]
+    others = [[Example("", ["strange", "words"], "x")]]
+    assert vectorize(train, others)[0].shape == vectorize(train, [])[0].shape
+    task, matrices = TASKS["classification"](train), vectorize(train, [train])
+    accuracies = [
+        fit_words(task, train, matrices, strength, [train]).dev[0]["accuracy"]
+        for strength in (1e-4, 100.0)
+    ]
+    assert accuracies == [0.75, 1.0]  # the second sentences tell the labels
+
+
 def test_training_data_without_any_label_are_refused(exported, tmp_path, monkeypatch) -> None:
     (tmp_path / "topics").mkdir()
     for part in ("train", "dev", "test"):
@@ -212,6 +232,21 @@ def test_dropout_of_the_config_can_be_replaced(exported, tasks) -> None:
     network = build_network(exported, False, task, "cls", 0.25, 0)
     rates = {m.p for m in network.modules() if isinstance(m, torch.nn.Dropout)}
     assert rates == {0.25}
+
+
+def test_dropout_of_the_config_is_applied_before_the_head(exported, tasks, tmp_path) -> None:
+    folder = shutil.copytree(exported, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"classifier_dropout": 0.4}
+    (folder / "config.json").write_text(json.dumps(config))
+    examples = read_examples(tasks / "reviews/dev.tsv", "classification", {})
+    task = TASKS["classification"](examples)
+    rates = [build_network(folder, False, task, "cls", d, 0).dropout.p for d in (None, 0.2)]
+    assert rates == [0.4, 0.2]
+    network = build_network(folder, False, task, "cls", None, 0)
+    units = task.encode(examples[:1], AutoTokenizer.from_pretrained(folder), 64)
+    batch = make_batch(units, torch.device("cpu"))
+    network.states = lambda batch: torch.ones(50, 32)  # without the dropout of the encoder
+    assert network.train()(batch).std(0).min() > 0 == network.eval()(batch).std(0).max()
 
 
 def test_batches_hold_every_unit_once_and_similar_lengths() -> None:
@@ -275,6 +310,121 @@ def test_the_rate_is_chosen_on_dev_and_the_epoch_is_the_best_one(
     assert len(system["test"]["accuracy"]["values"]) == 2
 
 
+class OneWeight(torch.nn.Module):
+    """Scores every sequence with its only weight, and notes each time whether it is training."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(1)), []
+
+    def forward(self, batch) -> torch.Tensor:
+        self.seen.append((self.training, self.weight.item()))
+        return self.weight.expand(len(batch.ids), 1)
+
+
+class Scripted(TASKS["choice"]):
+    """Wants higher scores, by losses of any size, and says of each epoch what it is told to."""
+
+    def __init__(self, scores: list[dict[str, float]]):
+        self.sizes, self.scores = iter([1.0, 1e6, 3.0, 1e3] * 5), iter(scores)
+
+    def loss(self, scores, units):
+        return -next(self.sizes) * scores.mean()
+
+    def predict(self, scores, units, examples):
+        return [float(score) for score in scores]
+
+    def score(self, examples, predictions):
+        return next(self.scores)
+
+
+def test_the_weights_of_the_best_epoch_predict_and_the_rate_rises_and_falls() -> None:
+    """The steps of AdamW are as long as the rate if all gradients are, as they are when cut to
+    one norm."""
+    examples = [Example("", ["x"], 0)] * 10
+    units = [finetune.Unit(i, [([5], [0])], 0) for i in range(10)]
+    split = Split(examples, units, sorted_batches(units, 16, torch.device("cpu")))
+    dev = [{"f1": f1, "accuracy": other} for f1, other in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.7))]
+    network = OneWeight()
+    run = train(
+        network, Scripted(dev), units, split, split, "accuracy", 0.1, 4, 2, 0.1, 0, False,
+        lambda count: None,
+    )  # fmt: skip
+    assert run.dev == dev and run.best == 1
+    training, weights = zip(*network.seen, strict=True)
+    assert training == (*([True] * 5 + [False]) * 4, False)  # five steps in each of four epochs
+    assert run.test == [weights[11]] * 10 and weights[11] != weights[23]
+    steps = np.diff([w for w, is_step in zip(weights, training, strict=True) if is_step])
+    shares = [1 / 2, *(k / 19 for k in range(19, 1, -1))]  # a tenth of 20 steps rises
+    np.testing.assert_allclose(steps, 0.1 * np.array(shares), rtol=1e-3)
+
+
+def test_the_metric_that_is_asked_for_chooses_the_setting_that_is_judged_on_test() -> None:
+    examples = [Example("", ["x"], label) for label in "aabb"]
+    task = TASKS["classification"](examples)
+    splits = {name: Split(examples, []) for name in ("train", "dev", "test")}
+
+    def judged(matthews: float, found: str) -> Run:
+        epochs = [{"accuracy": 1 - matthews, "matthews": x} for x in (0, matthews)]
+        return Run(epochs, 1, list(found))
+
+    runs = {(1e-3, 0): judged(0.5, "aaaa"), (1e-2, 0): judged(0.1, "bbbb")}
+    runs |= {(1e-3, 1): judged(0.1, "aabb"), (1e-2, 1): judged(0.4, "bbbb")}
+    for metric, chosen, values in (("matthews", 1e-3, [0.5, 1]), ("accuracy", 1e-2, [0.5, 0.5])):
+        system = finetune.summarize("learning_rate", runs, metric, task, splits)
+        assert system["chosen"] == chosen and system["test"]["accuracy"]["values"] == values
+
+
+def test_every_seed_trains_network_and_bag_of_words_on_examples_of_its_own(
+    exported, tasks, tmp_path, monkeypatch
+) -> None:
+    seen, words = [], []
+
+    def note(network, task, units, dev, test, *rest) -> Run:
+        seen.append([unit.example for unit in units])
+        return Run([dict.fromkeys(task.metrics, 1.0)], 0, task.labels[:1] * len(test.examples))
+
+    def note_words(train, others) -> list:
+        words.append([example.texts for example in train])
+        return vectorize(train, others)
+
+    monkeypatch.setattr(finetune, "finetune", note)
+    monkeypatch.setattr(finetune, "vectorize", note_words)
+    options = "--seeds 0 1 --learning-rates 1e-3 --max-train 8 --also bow"
+    run(monkeypatch, exported, "classification", tasks, tmp_path, options)
+    train = read_examples(tasks / "reviews/train.tsv", "classification", {})
+    assert [len(set(chosen)) for chosen in seen] == [8, 8] and seen[0] != seen[1]
+    assert words == [[train[i].texts for i in chosen] for chosen in seen]
+
+
+def test_a_frozen_head_sees_standardized_states_and_shrinks_with_its_penalty(
+    exported, tasks, tmp_path, monkeypatch
+) -> None:
+    sizes, fit = [], finetune.fit_head
+
+    def note(network, task, batches, *rest) -> Run:
+        states = torch.cat([batch.states for batch in batches])
+        states = (states - network.mean) / network.scale
+        torch.testing.assert_close(states.mean(0), torch.zeros(32), atol=1e-3, rtol=0)
+        torch.testing.assert_close(states.std(0, correction=0), torch.ones(32), atol=1e-3, rtol=0)
+        found = fit(network, task, batches, *rest)
+        sizes.append(network.head.weight.norm().item())
+        return found
+
+    monkeypatch.setattr(finetune, "fit_head", note)
+    options = "--freeze --pool mean --precision fp32"
+    run(monkeypatch, exported, "classification", tasks, tmp_path, options)
+    assert len(sizes) == len(finetune.PENALTIES) and sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0] / 2
+
+
+def test_the_table_shows_the_mean_over_the_seeds(capsys) -> None:
+    scores = finetune.spread([{"f1": 0.25}, {"f1": 0.75}])
+    system = {"setting": "learning_rate", "chosen": 1e-3, "dev": scores, "test": scores}
+    finetune.print_table({"pretrained": system}, "f1", ["dev"])
+    assert capsys.readouterr().out.splitlines()[-1].endswith("0.001  0.500 +- 0.354")
+
+
 # --- metrics --------------------------------------------------------------------------------------
 
 
@@ -309,6 +459,8 @@ def test_number_scores_are_those_of_scipy_and_scikit_learn() -> None:
     assert math.isclose(scores["spearman"], stats.spearmanr(wanted, found).statistic)
     assert math.isclose(scores["r2"], peer.r2_score(wanted, found))
     assert ours.number_scores([1, 2], [3, 3])["pearson"] == 0.0
+    # seven times 0.1 has a mean that is not 0.1, and seven times 0.7 one that is not 0.7
+    assert set(ours.number_scores([0.1] * 7, [0.7] * 7).values()) == {0.0}
 
 
 def test_a_model_that_has_diverged_scores_no_better_than_one_that_says_0() -> None:
@@ -362,6 +514,11 @@ def test_chinese_answers_are_scored_by_the_rules_of_cmrc() -> None:
     assert math.isclose(scores["exact_match"], 1 / 3)
 
 
+def test_three_dots_in_one_are_no_mark_that_the_script_of_cmrc_leaves_out() -> None:
+    scores = ours.answer_scores([["北京"]], ["北…京"], chinese=True)
+    assert scores == {"f1": 2 / 5, "exact_match": 0.0}
+
+
 def test_a_number_with_a_separator_is_one_piece_as_in_the_script_of_cmrc() -> None:
     """The figures are those of the published script with the tokenizer of nltk."""
     for wanted, found, f1 in [
@@ -401,6 +558,30 @@ def test_words_that_are_cut_or_have_no_piece_count_as_wrong(exported) -> None:
     found = task.predict([torch.ones(16, 1)], units, task.training)
     assert found[0][0] == "B-X" and found[0][1] == "O" and found[0][-1] == "O"
     assert len(found[0]) == len(words)
+
+
+def test_a_window_has_two_types_and_the_first_answer_and_dev_does_not_say_how_long_one_is(
+    exported,
+) -> None:
+    texts = ["what?", "Python is a list"]
+    task = TASKS["qa"]([Example("", texts, [("list", 12), ("Python", 0)])])
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    (unit,) = task.encode(task.training, tokenizer, 64)
+    ((ids, types),), (first, offsets) = unit.sequences, unit.window
+    assert types == [0] * first + [1] * (len(ids) - first)
+    assert offsets[unit.target[0] - first][0] == 12
+    longest = task.longest
+    task.encode([Example("", texts, [(texts[1], 0)])], tokenizer, 64)
+    assert task.longest == longest
+
+
+def test_a_batch_without_any_piece_has_no_loss(exported) -> None:
+    task = TASKS["tagging"]([Example("", ["\u200d"], ["O"]), Example("", [], [])])
+    units = task.encode(task.training, AutoTokenizer.from_pretrained(exported), 16)
+    scores = torch.zeros(2, 2, 1, requires_grad=True)
+    loss = task.loss(scores, units)
+    loss.backward()
+    assert loss == 0 and not scores.grad.any()
 
 
 def test_every_window_shows_part_of_the_passage_and_one_holds_the_answer(exported) -> None:
@@ -625,6 +806,9 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
         ("--columns text", "wanted WHAT=NAME"),
         ("--seeds 1 1", "a seed twice"),
         ("--seeds -1", "--seeds -1: wanted 0 or more"),
+        (f"--seeds 0 {1 << 64}", f"--seeds {1 << 64}: wanted .* less than"),
+        ("--learning-rates 1e-3 nan", "--learning-rates nan: wanted finite numbers above 0"),
+        ("--learning-rates inf", "--learning-rates inf: wanted finite numbers above 0"),
         ("--epochs 0", "wanted 1 or more"),
         ("--model nowhere", "no exported model in nowhere"),
     ],
@@ -635,6 +819,21 @@ def test_a_setting_that_cannot_be_is_refused(
     with pytest.raises(UserError, match=said):
         run(monkeypatch, exported, "classification", tasks, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_second_sentence_in_some_examples_only_is_named_by_line(
+    exported, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "topics").mkdir()
+    rows = ['{"text": "x", "label": "a"}', '{"text": "y", "text2": "z", "label": "a"}']
+    for part, order in (("train", rows), ("dev", rows[:1]), ("test", rows[:1])):
+        (tmp_path / f"topics/{part}.jsonl").write_text("\n".join(order) + "\n")
+    said = "train.jsonl:1 has no second sentence, and .*train.jsonl:2 has one; name its column"
+    with pytest.raises(UserError, match=said):
+        run(monkeypatch, exported, "multi_label", tmp_path, tmp_path / "out")
+    (tmp_path / "topics/train.jsonl").write_text(rows[1])
+    with pytest.raises(UserError, match=r"dev.jsonl:1 has no .*train.jsonl:1 has one"):
+        run(monkeypatch, exported, "multi_label", tmp_path, tmp_path / "out")
 
 
 def test_what_would_fail_after_the_training_fails_before(

@@ -81,6 +81,26 @@ def test_the_command_shows_fillings_with_the_truth_and_random_weights_beside(
     assert 100 < int(found[1]) <= 200
 
 
+def test_each_sentence_has_its_own_fillings_and_the_model_is_named_before_random_weights(
+    prepared, straight, monkeypatch, capsys
+) -> None:
+    loaded = []
+    load = try_held_out.load_export
+    monkeypatch.setattr(try_held_out, "load_export", lambda f: loaded.append(load(f)) or loaded[0])
+    monkeypatch.setattr(try_held_out, "tell_order", lambda model, *rest: model is loaded[0])
+    monkeypatch.setattr(
+        try_held_out,
+        "fill_masks",
+        lambda model, sentences, *rest: [[[(f"word{i}", 1.0)]] for i in range(len(sentences))],
+    )
+    arguments = ["try", str(straight / "export"), str(prepared / "data")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    try_held_out.main()
+    said = capsys.readouterr().out
+    assert re.findall(r"word\d 100%", said) == [f"word{i} 100%" for i in range(5)]
+    assert "finds 100% likelier; the same network with random weights 0%" in said
+
+
 def test_another_vocabulary_is_one_line(prepared, tmp_path, monkeypatch, capsys) -> None:
     train_here(prepared, tmp_path, "train.max_steps=2", "train.warmup_steps=1")
     pieces = (tmp_path / "export/vocab.txt").read_text().splitlines()
