@@ -296,9 +296,9 @@ def test_time_on_cards_is_told_with_the_passes_of_each(prepared: Path, tmp_path:
     two = phases_of(config_of(prepared, tmp_path, f"train.phases={phases}"))
     hour = 3600 * plan.MFU * plan.PEAK_FLOPS["H100"]
     assert plan.estimate_time(8 * hour, one, 1, 2) == (
-        "about 8.0 hours, estimated at 40% of peak; 1 pass a step"
+        "about 8 h, estimated at 40% of peak; 1 pass a step"
     )
-    assert "about 4.0 hours" in plan.estimate_time(8 * hour, two, 2, 2)
+    assert "about 4 h, " in plan.estimate_time(8 * hour, two, 2, 2)
     assert "1, then 2 passes a step" in plan.estimate_time(8 * hour, two, 2, 2)
     assert "under a minute" in plan.estimate_time(hour / 100, one, 1, 2)
     assert "16 is too small for 17 processes" in plan.estimate_time(8 * hour, one, 17, 2)
