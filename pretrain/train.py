@@ -26,7 +26,7 @@ import torch
 from accelerate import Accelerator
 
 from data_pipeline.common.errors import Stopped
-from data_pipeline.common.signals import hold_signals
+from data_pipeline.common.signals import hold_signals, launcher_patience
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
@@ -42,7 +42,13 @@ from pretrain.checkpoint import (
     step_of,
 )
 from pretrain.config import Config, Phase, phase_at
-from pretrain.describe import TimeLeft, describe_end, say_evaluation, say_progress
+from pretrain.describe import (
+    TimeLeft,
+    describe_end,
+    say_duration,
+    say_evaluation,
+    say_progress,
+)
 from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
@@ -146,6 +152,18 @@ class Record:
             is_due = state.get("evaluation_due", False)
             self.tracker = Tracker(run.run_dir, state["step"], reports, is_due)
         self.trimmed = time.monotonic()
+        self.patience = launcher_patience()
+
+    def note_saved(self, seconds: float) -> None:
+        """Warn, once, if a checkpoint took longer to write than the launcher waits on a signal."""
+        if seconds > self.patience:
+            self.log_line(
+                f"the checkpoint took {say_duration(seconds)} to write, and the launcher kills the "
+                f"run {self.patience:g} s after a signal: the steps since the checkpoint before "
+                "would be lost. Start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT="
+                f"{math.ceil(3 * seconds)}"
+            )
+            self.patience = math.inf
 
     def log(self, run: Run, done: int, others: dict[str, float]) -> None:
         """Log the means since the last log line and reset the sums."""
@@ -318,7 +336,10 @@ def save_run(run: Run, record: Record, done: int) -> None:
         finish_writing(run)
         if difference := explain_difference(run.bare, run.accelerator):
             stop_all(difference, run.accelerator)
+        began = time.monotonic()
         run.writing = save_checkpoint(folder, *tensors, run.state, *kept, run.is_main)
+        if run.writing:
+            run.writing.add_done_callback(lambda _: record.note_saved(time.monotonic() - began))
 
 
 def finish_writing(run: Run) -> Path | None:

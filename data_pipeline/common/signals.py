@@ -5,6 +5,7 @@ the handlers of a process are.
 """
 
 import io
+import math
 import os
 import signal
 import sys
@@ -70,6 +71,13 @@ def die_with_launcher() -> None:
     """
     if any(name in os.environ for name in LAUNCHED):
         die_with_parent(os.getppid(), Signals.SIGTERM)
+
+
+def launcher_patience() -> float:
+    """Tell how many seconds after a signal torchrun kills its processes; infinity: none will."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return math.inf
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 
 
 class Lasting(io.FileIO):

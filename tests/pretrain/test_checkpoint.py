@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,23 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_older_ones_go_after_it(
     renamed = [names for name, names in seen if name == "checkpoints"]
     assert renamed == [["04"], ["04", "08"], ["04", "08", "12"]]
     assert [p.name[-2:] for p in list_checkpoints(tmp_path / "checkpoints")] == ["08", "12"]
+
+
+def test_a_save_slower_than_the_launcher_waits_is_told_once(
+    prepared: Path, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    real = pretrain.checkpoint.save_file
+    monkeypatch.setattr("pretrain.checkpoint.save_file", lambda *a: (time.sleep(0.2), real(*a)))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for patience, times in (("30", 0), ("0.3", 1)):
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", patience)
+        train_here(prepared, tmp_path / patience, "train.save_every=4")
+        out = "".join(capfd.readouterr())
+        assert out.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=") == times
+    assert "kills the run 0.3 s after a signal" in out
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # nobody kills a run without a launcher
+    train_here(prepared, tmp_path / "alone", "train.save_every=4")
+    assert "TORCH_ELASTIC" not in "".join(capfd.readouterr())
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_the_run_soon(
