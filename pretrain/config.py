@@ -199,9 +199,10 @@ class TrainConfig:
     """Weight of a loss that predicts from [CLS] which tokens of a sequence are masked; 0: without
     it. A model of width 256 learns words and pairs faster by it, one of width 128 words slower."""
     sampled_softmax: int = number(0, "[0, 1e7]")
-    """Tokens of the vocabulary that a training step scores for a masked position, to estimate the
-    loss: frequent ones always, others by chance; 0: all. A small model on a CPU learns more by it
-    in the same time, because the scores are most of its work. Evaluation scores all."""
+    """Tokens of the vocabulary that a training step scores for a masked position, and for the bag
+    of words, to estimate the losses: frequent ones always, others by chance; 0: all. A small model
+    on a CPU learns more by it in the same time, because the scores are most of its work. Evaluation
+    scores all."""
     gradient_checkpointing: bool = False
     """Store only the input of each layer and recompute the rest in the backward pass: the same
     results in less memory, with a third more compute."""

@@ -26,17 +26,18 @@ from data_pipeline.sampling.baselines import (
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.loss import linear_cross_entropy, next_sentence_loss, replaced_token_loss
-from pretrain.sampled_softmax import sampled_cross_entropy
+from pretrain.sampled_softmax import Sample, sampled_cross_entropy
 
 MOST_COMPARED = 200_000  # pairs whose words are compared
 ROW = 3  # sum of losses in nats, number of correct predictions, number of labels
 
 
 class States(NamedTuple):
-    """The last hidden states that the heads look at."""
+    """The last hidden states that the heads look at, and what tokens they are scored by."""
 
     masked: Tensor  # (M, D), of the masked positions
     first: Tensor  # (B, D), of [CLS]
+    sample: Sample | None = None  # None: all of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,12 @@ class MaskedLM:
         return len(batch.masked_labels)
 
     def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
-        """Compute the row of a batch, float32 (ROW,); in training, estimate it if the model has
-        chances to sample tokens with."""
-        if model.sample_chances is None or not model.training:
+        """Compute the row of a batch, float32 (ROW,), or estimate it where there is a sample."""
+        if states.sample is None:
             return self.measure_and_draw(model, states.masked, batch, None)[0]
-        weight, bias = model.embeddings.word.weight, model.mlm.bias
-        labels, sample = batch.masked_labels, (model.sample_chances, model.sample_start)
-        x = model.mlm(states.masked)  # (M, D)
-        return row(*sampled_cross_entropy(x, weight, bias, labels, *sample), self.count(batch))
+        rows = torch.arange(self.count(batch), device=states.masked.device)
+        sums = sampled_cross_entropy(model.mlm(states.masked), rows, states.sample)
+        return row(*sums, self.count(batch))
 
     def measure_and_draw(
         self, model: nn.Module, masked: Tensor, batch: Batch, chance: Tensor | None
@@ -129,8 +128,11 @@ class BagOfWords:
 
     def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
         """Compute the row of a batch, as `MaskedLM.measure` does."""
-        logits = model.mlm_logits(states.first).float()  # (B, V)
         sequence = batch.sequence_ids[batch.masked_positions]
+        if states.sample is not None:
+            sums = sampled_cross_entropy(model.mlm(states.first), sequence, states.sample)
+            return row(*sums, self.count(batch))
+        logits = model.mlm_logits(states.first).float()  # (B, V)
         loss = -logits.log_softmax(1)[sequence, batch.masked_labels].sum()
         right = (logits.argmax(1)[sequence] == batch.masked_labels).sum()
         return row(loss, right, self.count(batch))

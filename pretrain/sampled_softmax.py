@@ -1,4 +1,4 @@
-"""Estimate the MLM loss of a training step from a part of the vocabulary.
+"""Estimate the losses of a training step that score the vocabulary from a part of it.
 
 A small model spends most of its time on the scores of rare tokens: with 30,522 tokens and 256
 dimensions the MLM head takes a third of a step. The sum in the softmax is estimated instead, by
@@ -10,8 +10,10 @@ others, each stands for those that are not. Evaluation and export know nothing o
     in sample    yes  yes   yes         no   yes
     counts for     1    1  1.41              8.3     zinc for itself and seven others
 
-Shapes: M masked positions, D hidden size, V vocabulary, S sample.
+Shapes: M masked positions, whose tokens are the labels, D hidden size, V vocabulary, S sample.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,33 +61,52 @@ def draw_sample(chances: Tensor, start: float) -> Tensor:
     return edges.floor().diff().nonzero()[:, 0]
 
 
-def sampled_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, chances: Tensor, start: float
-) -> tuple[Tensor, Tensor]:
-    """Estimate what `loss.linear_cross_entropy` computes, from one sample for all rows.
+class Sample(NamedTuple):
+    """A sample of the vocabulary, and the labels of a batch, with what scores them."""
 
-    x: (M, D). weight: (V, D). bias: (V,). labels: int64 (M,).
+    few: Tensor  # (S, D), rows of the decoder
+    few_biases: Tensor  # (S,)
+    worth: Tensor  # (S,), log of the number of tokens that each stands for
+    of_label: Tensor  # (M, D), rows of the decoder
+    bias_of_label: Tensor  # (M,)
+    place: Tensor  # int64 (M,), of each label in the sample; -1: not in it
+
+
+def take_sample(
+    weight: Tensor, bias: Tensor, labels: Tensor, chances: Tensor, start: float
+) -> Sample:
+    """Draw a sample and look up what the losses of a batch need, once for all of them.
+
+    weight: (V, D). bias: (V,). labels: int64 (M,).
     chances: float64 (V,), on the CPU, as `sample_chances` computes them.
     start: as in `draw_sample`.
-    Returns two scalars: the loss in nats, and the number of labels that score at least as high as
-    all of the sample.
     """
-    count, x, labels = len(labels), fill_rows(x), fill_rows(labels)
     sample = draw_sample(chances, start)
     places = torch.full((len(chances),), -1)  # in the sample; -1: not in it
     places[sample] = torch.arange(len(sample))
-    worth = -chances[sample].log().to(sum_type(x))
-    sample, places, worth = (send(each, x.device) for each in (sample, places, worth))
-    both = torch.cat([sample, labels])
-    sizes = [len(sample), len(labels)]
+    worth = -chances[sample].log().to(sum_type(weight))
+    sample, places, worth = (send(each, weight.device) for each in (sample, places, worth))
+    both, sizes = torch.cat([sample, labels]), [len(sample), len(labels)]
     few, of_label = weight.index_select(0, both).split(sizes)
     few_biases, bias_of_label = bias.index_select(0, both).split(sizes)
-    scores = F.linear(x, few, few_biases + worth).to(worth.dtype)  # (M, S)
-    wanted = (x * of_label).sum(1, dtype=worth.dtype) + bias_of_label  # (M,)
-    # a label that is in the sample must not count twice
-    place = places[labels][:, None]
-    column = place.clamp(min=0)
-    once = scores.gather(1, column).masked_fill(place >= 0, -torch.inf)
-    others = scores.scatter(1, column, once)
-    right = (wanted >= (others.detach() - worth).amax(1))[:count].sum()
-    return (torch.logaddexp(others.logsumexp(1), wanted) - wanted)[:count].sum(), right
+    return Sample(few, few_biases, worth, of_label, bias_of_label, places[labels])
+
+
+def sampled_cross_entropy(x: Tensor, rows: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Estimate what `loss.linear_cross_entropy` computes, from one sample for all labels.
+
+    x: (N, D). rows: int64 (M,), the row of x that predicts each label.
+    Returns two scalars: the sum of the M losses in nats, and the number of labels that score at
+    least as high as all of the sample.
+    """
+    few, few_biases, worth, of_label, bias_of_label, place = sample
+    scores = F.linear(fill_rows(x), few, few_biases)  # (N, S)
+    total = (scores + worth).logsumexp(1)[rows]  # (M,), of the sample
+    is_in, place = place >= 0, place.clamp(min=0)
+    inside = scores[rows, place].to(total.dtype)
+    outside = (x.index_select(0, rows) * of_label).sum(1, dtype=total.dtype) + bias_of_label
+    wanted = torch.where(is_in, inside, outside)
+    # a label counts for itself, and not for the tokens that it stands for in the sample
+    added = (wanted - total).exp() * (1 - is_in * worth[place].exp())
+    right = (wanted >= scores.detach().amax(1)[rows]).sum()
+    return (total + added.log1p() - wanted).sum(), right

@@ -19,6 +19,7 @@ from pretrain.loss import score_labels
 from pretrain.models.cpu import TOKEN_MULTIPLE, fill_rows
 from pretrain.models.layers import Embeddings, Layer, MaskedLMHead, ReplacedTokenHead
 from pretrain.objectives import ROW, States, objectives_of
+from pretrain.sampled_softmax import take_sample
 
 MOST_EPS = 1e-10  # of a LayerNorm that any size of embeddings leaves alone
 
@@ -74,7 +75,7 @@ class PretrainingModel(Encoder):
         super().__init__(config, Embeddings(config, vocab_size))
         size, heads = config.hidden_size, {head for one in objectives for head in one.heads}
         self.objectives = objectives
-        self.sample_chances: Tensor | None = None  # (V,), to estimate the MLM loss in training
+        self.sample_chances: Tensor | None = None  # (V,), to estimate losses in training
         self.sample_start = 0.0  # of the step, which draws the sample
         self.pooler = nn.Linear(size, size) if "nsp" in heads else None
         self.mlm = MaskedLMHead(config, vocab_size) if "mlm" in heads else None
@@ -152,6 +153,10 @@ class PretrainingModel(Encoder):
     def forward(self, batch: Batch) -> Tensor:
         """Compute the row of sums of each objective (see `objectives`), (objectives, ROW)."""
         states = self.transform_seen(self.embeddings(batch), batch)
+        if self.sample_chances is not None and self.training:
+            decoder = self.embeddings.word.weight, self.mlm.bias
+            draw = self.sample_chances, self.sample_start
+            states = states._replace(sample=take_sample(*decoder, batch.masked_labels, *draw))
         return torch.stack([one.measure(self, states, batch) for one in self.objectives])
 
     @torch.no_grad()

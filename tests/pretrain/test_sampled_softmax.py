@@ -16,15 +16,30 @@ from data_pipeline.sampling.batch_source import BatchSource
 from pretrain.config import ModelConfig
 from pretrain.loss import linear_cross_entropy
 from pretrain.models.bert import PretrainingModel
+from pretrain.objectives import objectives_of
 from pretrain.sampled_softmax import (
     draw_sample,
     sample_chances,
     sample_start,
     sampled_cross_entropy,
+    take_sample,
 )
 
 COUNTS = (1e6 / torch.arange(1, VOCAB + 1)).floor()  # Zipf's
 SIZE, DRAWS = 100, 4000
+SMALL = ModelConfig(
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    hidden_dropout_prob=0,
+    attention_probs_dropout_prob=0,
+)
+
+
+def estimate(x, weight, bias, labels, chances, start: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Estimate the loss of labels, each predicted by its own row of x."""
+    sample = take_sample(weight, bias, labels, chances, start)
+    return sampled_cross_entropy(x, torch.arange(len(labels)), sample)
 
 
 def test_chances_add_up_to_the_size_and_fall_with_the_root_of_the_frequency() -> None:
@@ -55,7 +70,7 @@ def test_each_token_is_drawn_once_at_most_and_as_often_as_its_chance_says() -> N
 def test_a_sample_of_all_tokens_gives_the_loss_and_its_gradients() -> None:
     tensors = inputs()
     chances = torch.ones(VOCAB).double()
-    found, right = sampled_cross_entropy(*tensors, chances, 0.5)
+    found, right = estimate(*tensors, chances, 0.5)
     wanted, wanted_right, _ = linear_cross_entropy(*tensors)
     torch.testing.assert_close(found, wanted)
     assert right == wanted_right
@@ -71,7 +86,7 @@ def test_the_sum_of_the_softmax_is_right_on_average_and_so_nearly_is_the_gradien
     gradient = torch.autograd.grad(wanted, weight)[0]
     chances, sums, total = sample_chances(COUNTS, SIZE), [], torch.zeros_like(weight)
     for _ in range(DRAWS):
-        loss, _ = sampled_cross_entropy(x, weight, bias, labels, chances, torch.rand(()).item())
+        loss, _ = estimate(x, weight, bias, labels, chances, torch.rand(()).item())
         sums.append(loss.detach().exp())  # the sum over the label's part of it
         total += torch.autograd.grad(loss, weight)[0]
     sums = torch.stack(sums)
@@ -84,7 +99,7 @@ def test_a_label_in_the_sample_counts_once_and_others_do_not_see_it_missing() ->
     x, weight, bias, labels = inputs()
     chances = torch.zeros(VOCAB).double()
     chances[:50] = 1
-    found, _ = sampled_cross_entropy(x, weight, bias, labels, chances, 0.5)
+    found, _ = estimate(x, weight, bias, labels, chances, 0.5)
     wanted = 0.0
     for row, label in zip(x, labels.tolist(), strict=True):
         tokens = sorted({*range(50), label})
@@ -97,21 +112,14 @@ def test_a_label_is_right_if_it_scores_as_high_as_the_sample_whatever_their_chan
     x, weight, bias, labels = (tensor.detach() for tensor in inputs())
     bias[:] = 0  # rows that fill x up would have scores as high
     chances = torch.linspace(0.2, 0.8, VOCAB).double()
-    _, right = sampled_cross_entropy(x, weight, bias, labels, chances, 0.5)
+    _, right = estimate(x, weight, bias, labels, chances, 0.5)
     scores = x @ weight.T
     highest = scores[:, draw_sample(chances, 0.5)].amax(1)
     assert right == (scores.gather(1, labels[:, None])[:, 0] >= highest).sum()
 
 
 def test_training_samples_and_evaluation_scores_all(store, vocabulary) -> None:
-    config = ModelConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-    )
-    model = PretrainingModel(config, len(vocabulary))
+    model = PretrainingModel(SMALL, len(vocabulary))
     batch = BatchSource(store, PairsConfig(max_seq_length=48), seed=5).batch(0, 6)
     everything, wanted = model(batch)[0], model.score(batch)[0]
     operations = model.count_flops(batch)
@@ -125,6 +133,35 @@ def test_training_samples_and_evaluation_scores_all(store, vocabulary) -> None:
     assert torch.equal(model.eval()(batch)[0], everything)
     left_out = 6 * len(batch.masked_labels) * (model.vocab_size - 101) * 32
     assert model.count_flops(batch) == operations - left_out
+
+
+def test_rows_that_predict_several_labels_have_the_loss_of_each() -> None:
+    x, weight, bias, labels = inputs()
+    rows = torch.arange(len(labels)) // 3
+    chances = sample_chances(COUNTS, SIZE)
+    found, right = sampled_cross_entropy(x, rows, take_sample(weight, bias, labels, chances, 0.5))
+    wanted, wanted_right = estimate(x[rows], weight, bias, labels, chances, 0.5)
+    torch.testing.assert_close(found, wanted)
+    assert right == wanted_right
+    grads = [torch.autograd.grad(loss, (x, weight, bias)) for loss in (found, wanted)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_bag_of_words_is_estimated_from_the_same_sample(store, vocabulary) -> None:
+    model = PretrainingModel(SMALL, len(vocabulary), objectives_of("nsp", 0.5))
+    batch = BatchSource(store, PairsConfig(max_seq_length=48), seed=5).batch(0, 6)
+    everything = model(batch)[-1]
+    model.sample_chances = torch.ones(model.vocab_size).double()
+    torch.testing.assert_close(model(batch)[-1], everything, rtol=1e-5, atol=0)
+    model.sample_chances = sample_chances(torch.ones(model.vocab_size), 300)
+    losses = []
+    for i in range(50):
+        model.sample_start = i / 50
+        losses.append(model(batch)[-1, 0].item())
+    assert len(set(losses)) > 1
+    # the spread of one draw is 0.3 %, and the log of a sum is biased by far less
+    assert sum(losses) / 50 == pytest.approx(everything[0].item(), rel=2e-3)
 
 
 def test_a_step_has_one_sample_however_it_is_divided(prepared: Path, tmp_path: Path) -> None:
