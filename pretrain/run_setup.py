@@ -133,6 +133,7 @@ def set_up(config: Config) -> Run:
             folder = Path(config.init_from).expanduser()
             accelerator.print(*start_from(folder, bare, store.vocabulary.pieces), sep="\n")
         else:
+            bare.start_at_positions()
             start_at_neighbours(bare, store, accelerator)
     compiled = is_compiled(settings, accelerator)
     if compiled:

@@ -25,7 +25,7 @@ FLOORS = [
     ("data_pipeline", "__main__"),
     ("pretrain.models", "cpu"),
     ("pretrain", "families config tracking loss sampled_softmax objectives"),
-    ("pretrain.models", "attention layers bert electra build"),
+    ("pretrain.models", "attention layers neighbours bert electra build"),
     ("pretrain", "watch sharding agreement optim fingerprint"),
     (
         "pretrain",

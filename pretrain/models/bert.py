@@ -18,6 +18,7 @@ from pretrain.config import ModelConfig
 from pretrain.loss import score_labels
 from pretrain.models.cpu import TOKEN_MULTIPLE, fill_rows
 from pretrain.models.layers import Embeddings, Layer, MaskedLMHead, ReplacedTokenHead
+from pretrain.models.neighbours import look_at_neighbours, sines
 from pretrain.objectives import ROW, States, objectives_of
 from pretrain.sampled_softmax import take_sample
 
@@ -113,6 +114,23 @@ class PretrainingModel(Encoder):
         length = self.config.initializer_range * vectors.shape[1] ** 0.5
         known = vectors.any(1)
         self.embeddings.word.weight[known] = length * F.normalize(vectors[known])
+
+    @torch.no_grad()
+    def start_at_positions(self) -> None:
+        """Start the positions as sines, and the attention of the first layers at the tokens beside
+        each (see `neighbours`); not where embeddings are projected, as in ALBERT.
+
+        The later layers stay random, and [CLS] has no position, so that it looks at all tokens:
+        pairs are told by what is far apart.
+        """
+        if self.project:
+            return
+        table = self.embeddings.position.weight
+        waves = sines(*table.shape).to(table.device)
+        table.copy_(self.config.initializer_range * waves)
+        table[self.config.first_position] = 0
+        for layer in self.layers[: min(len(self.layers) // 2, 2)]:
+            look_at_neighbours(layer.attention, self.config)
 
     @property
     def hf_class(self) -> str:
