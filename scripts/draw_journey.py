@@ -339,9 +339,8 @@ def draw_loss(page: Page, lines: list[dict], x: float, y: float, width: float, h
         axes.text(
             last, entropy[-1, 1] + 0.08, f"unigram entropy: {entropy[-1, 1]:.2f}", color=INK, **at
         )
-        at["va"] = "top"
-        axes.text(last, held_out[-1, 1] - 0.2, f"held out: {held_out[-1, 1]:.2f}", color=MASK, **at)
-    i = len(train) // 20
+        axes.text(last, held_out[-1, 1] + 0.2, f"held out: {held_out[-1, 1]:.2f}", color=MASK, **at)
+    i = len(train) // 10
     axes.text(*(train[i] + (last / 40, 0.1)), "training", fontproperties=small, color="#2f7fcc")
     axes.set_xlim(0, last * 1.02)
     low = min(train[:, 1].min(), *held_out[:, 1]) if len(held_out) else train[:, 1].min()
