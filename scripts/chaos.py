@@ -2,6 +2,8 @@
 what they end with, bit by bit, with one that nothing interrupted:
 `python scripts/chaos.py CONFIG --out FOLDER [--each 6] [--kinds kill signal ...] [--seed 0]`.
 
+`mixed` faults come one after the other, at each start of the same run, until it ends.
+
 Use a recipe of few steps, such as `train.max_steps: 12` with checkpoints and evaluations between,
 whose data are prepared; for `elastic` without dropout, or with `train.micro_batch_size` a quarter
 of the global one, since dropout is drawn for each pass. Each fault is planted at one call of a
@@ -18,7 +20,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -47,6 +51,7 @@ PREPARATION = tuple(
     f"data_pipeline.common.folders:{name}" for name in ("write_file", "sync_files", "hash_file")
 )
 PATIENCE = 30.0  # seconds that the other ranks have to end too
+SIZES = (50_000, 200_000)  # bytes that a file may have where the disk is full
 STOPS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 FAULTS = {  # kind -> what one process does, the exit codes that may follow, processes, points
     "kill": ("os.kill(os.getpid(), signal.SIGKILL)", {-9, 1, 137}, (1, 2), TRAINING),
@@ -55,7 +60,8 @@ FAULTS = {  # kind -> what one process does, the exit codes that may follow, pro
     "disk": ("limit_files({size})", {2}, (1, 2), TRAINING[3:7]),
     "prepare": ("os.kill(os.getpid(), signal.SIGKILL)", {-9, 137}, (1,), PREPARATION),
 }
-KINDS = (*FAULTS, "elastic")
+TRAINED = ("kill", "signal", "stop", "disk")  # those that come to training
+KINDS = (*FAULTS, "elastic", "mixed")
 PLANT = """
 import hashlib, importlib, os, resource, runpy, signal, sys
 plan, rank = {plan!r}, os.environ.get("RANK", "0")
@@ -167,14 +173,14 @@ class Chaos:
         fault, codes, choices, points = FAULTS[kind]
         processes = choices[number % len(choices)]
         whole = self.reference(kind, processes)
-        rank = str(rng.randrange(processes) if kind != "disk" else 0)  # rank 0 alone writes
-        calls = (whole / "notes" / f"calls-{rank}").read_text().splitlines()
-        points = [point for point in points if point in calls]
+        rank = choose_rank(kind, processes, rng)
+        calls = count_calls(whole, rank)
+        points = [point for point in points if calls[point]]
         point = points[5 * number // len(choices) % len(points)]  # few faults reach far
-        call = rng.randint(1, calls.count(point))
-        if kind == "signal" and point == TRAINING[0] and call < calls.count(point):
+        call = rng.randint(1, calls[point])
+        if kind == "signal" and point == TRAINING[0] and call < calls[point]:
             codes = {75}  # after the last step a run may end as it is
-        fault = fault.format(stop=STOPS[number % len(STOPS)], size=rng.choice([50_000, 200_000]))
+        fault = fault.format(stop=STOPS[number % len(STOPS)], size=rng.choice(SIZES))
         folder = self.out / f"{kind}-{number}"
         plan = {"point": point, "number": call, "rank": rank, "fault": fault}
         first = self.launch(folder, kind, processes, "first", **plan)
@@ -188,6 +194,41 @@ class Chaos:
             "survived": first in codes and again == 0 and not difference,
             "difference": difference,
         }
+
+    def mix(self, count: int, rng: random.Random) -> Iterator[dict]:
+        """Interrupt runs of 1 and of 2 processes in turn by faults of all kinds, start after start
+        until each ends, and compare; yields a row a fault, `count` in all."""
+        came, runs = 0, 0
+        while came < count:
+            folder, processes = self.out / f"mixed-{runs}", 1 + runs % 2
+            whole = self.reference("kill", processes)
+            rows, runs, starts, code = [], runs + 1, 0, 1
+            while code:
+                plan, codes = self.plan_any(whole, processes, rng) if came < count else ({}, {0})
+                code = self.launch(folder, "mixed", processes, f"start-{starts}", **plan)
+                if any((folder / f"start-{starts}").glob("fired-*")):
+                    came += 1
+                    row = {"kind": "mixed", "processes": processes, "start": starts}
+                    rows.append(plan | row | {"codes": [code], "survived": code in codes})
+                elif code:
+                    raise SystemExit(f"a start without a fault ended with exit code {code}")
+                starts += 1
+            difference = explain(folder, whole)  # any of them may have made it
+            for row in rows:
+                survived = row["survived"] and not difference
+                yield row | {"fired": True, "survived": survived, "difference": difference}
+
+    def plan_any(self, whole: Path, processes: int, rng: random.Random) -> tuple[dict, set[int]]:
+        """Draw a fault for a run of some processes; returns its plan and the exit codes that may
+        follow. It comes in the first half of a run, since a start may have little left to do."""
+        kind = rng.choice([kind for kind in TRAINED if processes in FAULTS[kind][2]])
+        fault, codes, _, points = FAULTS[kind]
+        rank = choose_rank(kind, processes, rng)
+        calls = count_calls(whole, rank)
+        point = rng.choice([point for point in points if calls[point]])
+        number = rng.randint(1, -(-calls[point] // 2))
+        fault = fault.format(stop=rng.choice(STOPS), size=rng.choice(SIZES))
+        return {"point": point, "number": number, "rank": rank, "fault": fault}, codes
 
     def change_processes(self, number: int, rng: random.Random) -> dict:
         """Stop a run three times and go on with 1, 2, 4 and 1 processes; every sequence has to come
@@ -222,6 +263,16 @@ class Chaos:
             "survived": codes == [75, 75, 75, 0] and not differs,
             "difference": differs,
         }
+
+
+def choose_rank(kind: str, processes: int, rng: random.Random) -> str:
+    """Choose the rank that a fault comes to; the first alone writes, and so meets a full disk."""
+    return str(rng.randrange(processes) if kind != "disk" else 0)
+
+
+def count_calls(whole: Path, rank: str) -> Counter[str]:
+    """Count the calls of each point by a rank of the run that nothing interrupted."""
+    return Counter((whole / "notes" / f"calls-{rank}").read_text().splitlines())
 
 
 def sequences(notes: Path) -> dict[int, list[str]]:
@@ -292,14 +343,20 @@ def run_chaos(chaos: Chaos, kinds: list[str], each: int, seed: int) -> list[dict
     """Try `each` faults of each kind; returns a row a fault, and prints it."""
     results = []
     for kind in kinds:
-        for number in range(each):
-            rng = random.Random(f"{seed} {kind} {number}")
-            if kind == "elastic":
-                results.append(chaos.change_processes(number, rng))
-            else:
-                results.append(chaos.interrupt(kind, number, rng))
-            print(json.dumps(results[-1]), flush=True)
+        for row in try_kind(chaos, kind, each, seed):
+            print(json.dumps(row), flush=True)
+            results.append(row)
     return results
+
+
+def try_kind(chaos: Chaos, kind: str, each: int, seed: int) -> Iterator[dict]:
+    """Try `each` faults of one kind; yields a row a fault."""
+    if kind == "mixed":
+        yield from chaos.mix(each, random.Random(f"{seed} {kind}"))
+        return
+    one = chaos.change_processes if kind == "elastic" else partial(chaos.interrupt, kind)
+    for number in range(each):
+        yield one(number, random.Random(f"{seed} {kind} {number}"))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> chaos.Chao
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", chaos.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in chaos.KINDS if kind != "mixed"])
 def test_six_faults_of_each_kind_come_and_are_survived(runs: chaos.Chaos, kind: str) -> None:
     results = chaos.run_chaos(runs, [kind], 6, seed=0)
     assert all(one["fired"] and one["survived"] for one in results), results
@@ -58,6 +58,27 @@ def test_a_kill_is_survived_and_a_fault_that_never_comes_is_no_survivor(runs: ch
     assert runs.launch(runs.out / "never", "kill", 1, "first", **plan) == 0
     assert not list((runs.out / "never/first").glob("fired-*"))
     assert chaos.explain(runs.out / "never", runs.reference("kill", 1)) == ""
+
+
+@pytest.mark.slow
+def test_runs_that_are_hit_by_one_fault_after_the_other_end_with_the_same_bits(
+    runs: chaos.Chaos,
+) -> None:
+    results = chaos.run_chaos(runs, ["mixed"], 12, seed=0)
+    assert len(results) == 12
+    assert all(one["fired"] and one["survived"] for one in results), results
+    assert max(one["start"] for one in results) >= 3  # of one run
+    assert len({one["fault"].split("(")[0] for one in results}) >= 2
+
+
+def test_a_run_that_ends_with_other_bits_has_survived_none_of_its_faults(
+    runs: chaos.Chaos, monkeypatch
+) -> None:
+    others = copy(runs)
+    others.out = runs.out / "differs"
+    monkeypatch.setattr(chaos, "explain", lambda *_: "model")
+    (one,) = chaos.run_chaos(others, ["mixed"], 1, seed=3)
+    assert one["difference"] == "model" and not one["survived"]
 
 
 def test_a_signal_that_is_ignored_is_no_survivor(runs: chaos.Chaos, monkeypatch) -> None:
