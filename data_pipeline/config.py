@@ -423,14 +423,17 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
     known = {item.name: item.type for item in fields(schema)}
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            names = dict.fromkeys([*known, *(() if prefix else OF_TRAINING)])
+            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
             near = [RENAMED[name]] if RENAMED.get(name) in known else near
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(known)}"
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(names)}"
             raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]
         if get_origin(section) is list and given[name] is not None:
             (item,) = get_args(section)
             message = f"{origin}: {prefix}{name} is not a list of {name}; write it as [A, B]"
+            if isinstance(given[name], DictConfig) and all(is_index(key) for key in given[name]):
+                message += ", all of it: no item can be overridden alone"
             check(isinstance(given[name], ListConfig), message)
             for i, one in enumerate(given[name]):
                 if isinstance(one, DictConfig):
@@ -440,6 +443,11 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             if not isinstance(given[name], DictConfig):
                 raise UserError(f"{origin}: {prefix}{name} is not a section of key: value lines")
             check_keys(section, given[name], origin, f"{prefix}{name}.")
+
+
+def is_index(key: Any) -> bool:
+    """Tell whether a key is the number of an item in a list, as in phases[0]."""
+    return isinstance(key, int) or str(key).isdigit()
 
 
 def to_list(value: Any) -> list[str]:

@@ -168,6 +168,8 @@ def check_fingerprint(
     if changed and len(starts) == len(others) and starts != others and starts[-1] < after:
         sizes = " and ".join(f"{b - a:,}" for a, b in pairwise([*starts, after]))  # shares move
         advice += f", or give the steps of train.phases as numbers that keep them, such as {sizes}"
+        if before != after and not extend:
+            advice += ", with train.extend=true"
     moved = not changed and not same_rates(saved, wanted, step)
     if moved and not extend:
         changed.append(

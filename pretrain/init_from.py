@@ -83,14 +83,13 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> st
             "give weights that are not quantized",
         )
         value = value.to(ours.dtype)
-        if name in PER_PIECE and sources is not None:
-            value = carry_rows(value, sources, ours)
+        is_carried = name in PER_PIECE and sources is not None  # row by row, from as many as it has
         check(
-            value.shape == ours.shape,
+            value.shape[is_carried:] == ours.shape[is_carried:],
             f"init_from {folder} has {names[name]} of {size_of(value)}, and the config makes it "
             f"{size_of(ours)}; leave out the sizes in the section model, which the folder sets",
         )
-        ours.copy_(value)
+        ours.copy_(carry_rows(value, sources, ours) if is_carried else value)
     check_tied(weights, words, folder)
     return describe(folder, fresh, weights, sources)
 

@@ -26,6 +26,7 @@ PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, m
         "Sentence-order accuracy",
     ),
 }
+GUESSING = 0.03  # of accuracy above the majority: the error of some hundred held-out pairs
 MASKED_UNITS = {
     "whole_word": "whole words",
     "span": "spans of 1 to 10 words",
@@ -76,7 +77,7 @@ def model_card(
         "## Training data\n\n" + training_data(config, manifest),
         "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
         "## Evaluation\n\n" + evaluation(state["evaluation"], config.data.objective),
-        "## Limits\n\n" + limits(config, phases, lowercase, positions),
+        "## Limits\n\n" + limits(config, phases, lowercase, positions, state["evaluation"]),
         "## Provenance\n\n" + provenance(state["fingerprint"]),
     ]
     return "\n".join(sections)
@@ -278,7 +279,9 @@ def evaluation(metrics: dict, objective: str) -> str:
     )
 
 
-def limits(config: Config, phases: list[Phase], lowercase: bool, positions: int) -> str:
+def limits(
+    config: Config, phases: list[Phase], lowercase: bool, positions: int, metrics: dict
+) -> str:
     longest = max(phase.data.max_seq_length for phase in phases)
     dropout, model = config.export.dropout, config.model
     known = max(longest, model.max_position_embeddings) if config.init_from else longest
@@ -299,6 +302,9 @@ def limits(config: Config, phases: list[Phase], lowercase: bool, positions: int)
         f"It is not fine-tuned: a class for another task (`{model.family.prefix}"
         "ForSequenceClassification`, ...) starts with a new head and says so.",
     ]
+    accuracy, majority = (metrics.get(f"eval/nsp_{name}") for name in ("accuracy", "majority"))
+    if config.data.objective in PAIRS and accuracy and majority and accuracy < majority + GUESSING:
+        lines.append("Its pair head hardly does better than a guess: see the evaluation.")
     if config.data.objective not in PAIRS:
         lines.append(
             "No sentence pairs were trained, so there is no pooler: use `last_hidden_state`, or "

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round
 from pretrain.config import Config, Phase, count_kept, phases_of
 from pretrain.describe import say_duration, show_sequence
 from pretrain.evaluate import sample_counts
+from pretrain.init_from import start_from
 from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS
 from pretrain.models.bert import PretrainingModel
@@ -64,7 +66,10 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     fingerprint_run(config, store, accelerator)
     counts = None if assumed else sample_counts(store)
     of_model = torch.ones(len(store.vocabulary)) if assumed else torch.from_numpy(counts)
-    model = build_model(config, of_model).to(accelerator.device)
+    model = build_model(config, of_model)
+    if config.init_from and not assumed:
+        start_from(Path(config.init_from).expanduser(), model, store.vocabulary.pieces)
+    model.to(accelerator.device)
     weights, embeddings, encoder = map(count_weights, (model, model.embeddings, model.layers))
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
     for name, part in list(model.parts().items())[1:]:

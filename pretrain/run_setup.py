@@ -186,7 +186,9 @@ def list_other_settings(config: Config, manifest: dict) -> list[str]:
     for key, was in manifest.get("settings", {}).items():
         section, _, name = key.partition(".")
         now = getattr(getattr(config, section, None), name, was)
-        if now != was and key != "vocab.path":  # which is a hash there
+        if now is None and key == "vocab.size" or key == "vocab.path":
+            continue  # given by vocab.path, of which the manifest has a hash
+        if now != was:
             differences.append(f"{key} was {was!r}, is {now!r}")
     return differences
 

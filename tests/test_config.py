@@ -163,6 +163,7 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
         ("seed", "'seed' is not key=value"),
         ("--seed=3", "'--seed=3' is not key=value"),
         ("vocab=3", "command line: vocab is not a section"),
+        ("train.phases[0].steps=3", "phases is not a list .*, all of it: no item can be overrid"),
         ("tracking.tags=a", "command line: tracking.tags is not a list of tags; write it as"),
         ("tracking.tags=[{a: b}]", "tracking.tags is not a list of tags; write it as"),
         ("corpus.files=[a", "corpus.files"),

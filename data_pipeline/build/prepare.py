@@ -61,7 +61,8 @@ from data_pipeline.corpus.selection import (
 )
 from data_pipeline.corpus.sources import list_file_chunks, name_source
 from data_pipeline.sampling.manifest import read_manifest
-from data_pipeline.sampling.soundness import CHECKED_FILE
+from data_pipeline.sampling.soundness import CHECKED_FILE, SPLITS
+from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from data_pipeline.vocabulary.coverage import measure_accents, print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import (
@@ -108,7 +109,8 @@ def prepare(
     arrays, in which n such commands run side by side.
     finish: completes the stage of a job array: merges the hashes, trains the vocabulary or
     assembles the store.
-    Raises `UserError` if `data_dir` was built from another corpus or with other settings.
+    Raises `UserError` if `data_dir` was built from another corpus or with other settings, or if a
+    file of its store is missing or cut.
     """
     work = Work(config)
     check(
@@ -117,9 +119,12 @@ def prepare(
     )
     claim_folder(work.data_dir, DATA_FILES, "data_dir", is_data)
     if is_prepared(work):
+        store_dir, vocabulary = work.data_dir / "store", read_vocabulary(work.data_dir / "vocab")
+        for split in SPLITS:  # finds what is missing or cut; --verify reads all of it
+            TokenStore.open(store_dir, split, vocabulary)
         remove_entries(work.folder, is_work)  # a killed command may have left some
-        print(f"store: {work.data_dir / 'store'} is there already")
-        warn_held_out(read_manifest(work.data_dir / "store"))
+        print(f"store: {store_dir} is there already")
+        warn_held_out(read_manifest(store_dir))
         encode_probes(work)
         return
     for source in config.corpus.each_source():  # fail early if a plug-in cannot be imported

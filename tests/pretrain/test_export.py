@@ -678,6 +678,13 @@ def test_the_card_says_nothing_of_metrics_that_are_missing_or_no_numbers(prepare
     assert "nan" not in table and "None" not in table and table.count("\n| ") == 4
 
 
+def test_the_card_tells_that_the_pair_head_guesses(prepared) -> None:
+    for accuracy, guesses in ((0.497, True), (0.52, True), (0.75, False), (None, False)):
+        metrics = {"eval/nsp_accuracy": accuracy, "eval/nsp_majority": 0.503}
+        _, card = card_of(prepared, evaluation=metrics)
+        assert ("hardly does better than a guess" in card.split("## Limits")[1]) == guesses
+
+
 def test_the_card_tells_which_positions_were_never_trained(prepared) -> None:
     phases = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 512}]"
     assert "Positions 65 to 512 continue" in card_of(prepared, phases, step=8)[1]

@@ -307,8 +307,10 @@ def test_a_config_that_cannot_be_computed_is_refused(
 
 
 def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
-    with pytest.raises(UserError, match=r"weight of 1024 x 32, and the config makes it 1024 x 64"):
-        start(read_config(prepared, folder, "model.hidden_size=64"))
+    pieces = read_vocabulary(folder).pieces
+    for own in (None, [*pieces, "new"]):  # whose rows are carried one by one
+        with pytest.raises(UserError, match=r"of 1024 x 32, and the config makes it \d* x 64"):
+            start(read_config(prepared, folder, "model.hidden_size=64"), own)
     with pytest.raises(UserError, match=r"lacks bert.encoder.layer.2.attention"):
         start(read_config(prepared, folder, "model.num_hidden_layers=3"))
 

@@ -112,6 +112,10 @@ def test_a_store_of_other_settings_is_told(prepared: Path, tmp_path: Path, capsy
     train_here(prepared, tmp_path, "vocab.size=2000", "train.max_steps=1", "train.warmup_steps=0")
     said = capsys.readouterr().out
     assert "built with other settings than the config's (vocab.size was 1024, is 2000)" in said
+    train_here(
+        prepared, tmp_path / "own", "vocab.size=null", "train.max_steps=1", "train.warmup_steps=0"
+    )
+    assert "other settings" not in capsys.readouterr().out
     train_here(prepared, tmp_path / "same", "train.max_steps=1", "train.warmup_steps=0")
     assert "other settings" not in capsys.readouterr().out
 

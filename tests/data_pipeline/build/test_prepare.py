@@ -289,6 +289,23 @@ def test_a_second_run_keeps_everything(files: list[str], tmp_path: Path):
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
+def test_a_store_that_has_lost_a_file_or_its_end_is_not_there_already(files, tmp_path, capsys):
+    prepare(config_of(files, tmp_path), workers=1)
+    path = tmp_path / "store/train/sentence_offsets.npy"
+    whole = path.read_bytes()
+    for left in (whole[:-100], None):
+        path.unlink()
+        if left:
+            path.write_bytes(left)
+        capsys.readouterr()
+        with pytest.raises(UserError, match="(cannot be read|damaged).* run python -m data_pipel"):
+            prepare(config_of(files, tmp_path), workers=1)
+        assert "already" not in capsys.readouterr().out
+    path.write_bytes(whole)
+    prepare(config_of(files, tmp_path), workers=1)
+    assert "is there already" in capsys.readouterr().out
+
+
 def test_a_vocabulary_that_was_deleted_comes_back(files, uninterrupted, tmp_path: Path):
     # `no vocabulary at ...; make one: python -m data_pipeline` must not be a dead end
     prepare(config_of(files, tmp_path), workers=1)
@@ -366,6 +383,8 @@ def assert_one_line(folder: Path, args: list[str], message: str) -> None:
         ("a\n", ["corpus.files=absent.txt"], "no corpus file at absent.txt"),
         ("a\n", ["corpus.dataset.path=json"], "corpus needs exactly one of"),
         ("a\n", ["vocab.sise=3"], "unknown key vocab.sise; did you mean vocab.size"),
+        ("a\n", ["trian.max_steps=3"], "unknown key trian; did you mean train?"),
+        ("a\n", ["qqqq=3"], "keys: run_dir, data_dir, init_from, seed, corpus, .*export"),
         ("a\n", ["vocab.size=big"], r"key vocab\.size"),
         ("a\n", ["vocab"], "'vocab' is not key=value"),
     ],
