@@ -53,7 +53,6 @@ from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
 from pretrain.models.bert import PretrainingModel, continue_positions
-from pretrain.models.cpu import return_freed_memory
 from pretrain.monitor import SPIKE_STEPS, Monitor
 from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
@@ -64,8 +63,6 @@ from pretrain.sampled_softmax import sample_start
 from pretrain.sharding import clip_gradients, no_sync, shard_like, unshard
 from pretrain.tracking import Tracker
 from pretrain.watch import end_watch, mark, name_lost_ranks
-
-TRIM_EVERY = 60.0  # seconds; activations, whose sizes differ from step to step, fragment the heap
 
 
 @name_lost_ranks()
@@ -151,7 +148,6 @@ class Record:
             reports = run.config.tracking.wandb is not None
             is_due = state.get("evaluation_due", False)
             self.tracker = Tracker(run.run_dir, state["step"], reports, is_due)
-        self.trimmed = time.monotonic()
         self.patience = launcher_patience()
 
     def note_saved(self, seconds: float) -> None:
@@ -174,9 +170,6 @@ class Record:
         counts = dict(zip(names, self.sums[:, -1].tolist(), strict=True))
         metrics |= self.monitor.check_health(done, metrics, counts.get("nsp", 0))
         self.sums.zero_()
-        if time.monotonic() - self.trimmed > TRIM_EVERY:
-            return_freed_memory()
-            self.trimmed = time.monotonic()
         if run.is_main:
             self.tracker.log(done, metrics)
             said = say_progress(metrics, run.config.data.objective, self.left.seconds(done))

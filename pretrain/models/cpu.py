@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from data_pipeline.sampling.batches import Batch
 
 # The encoder pads the tokens of a batch to a multiple of this on a CPU: oneDNN compiles a kernel
-# for each new shape, which took a sixth of a small model's step on two threads.
-TOKEN_MULTIPLE = 64
-# And the rows of the heads to a multiple of this. Their number is another in each step: oneDNN's
-# kernels for them, left between the large tensors of a step, made 1.0 GB 1.6 in 130 steps.
-ROW_MULTIPLE = 16
+# for each new shape, which took a sixth of a small model's step on two threads. Few sizes also fit
+# into the places of freed tensors: with multiples of 64 and 16 the memory of a run grew for hours.
+TOKEN_MULTIPLE = 128
+# And the rows of the heads to a multiple of this; their number is another in each step.
+ROW_MULTIPLE = 64
 # Padded tokens of an attention group, at most; a sequence of 512 tokens is enough work alone.
 GROUP_TOKENS = 960
 # Group lengths are padded to a multiple of this: the first product of a new shape takes four times
