@@ -232,7 +232,8 @@ def write_vocabulary(
     hf_class: transformers' class of the tokenizer. rules: further settings of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # not by `tokenizer.save`, whose error on a full disk is no OSError
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     vocabulary = Vocabulary.of(pieces)
     names = {
         f"{name.strip('[]').lower()}_token": pieces[vocabulary[name]] for name in SPECIAL_TOKENS
