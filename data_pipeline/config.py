@@ -432,7 +432,9 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
         if get_origin(section) is list and given[name] is not None:
             (item,) = get_args(section)
             message = f"{origin}: {prefix}{name} is not a list of {name}; write it as [A, B]"
-            if isinstance(given[name], DictConfig) and all(is_index(key) for key in given[name]):
+            if isinstance(given[name], DictConfig) and all(
+                str(key).isdigit() for key in given[name]
+            ):
                 message += ", all of it: no item can be overridden alone"
             check(isinstance(given[name], ListConfig), message)
             for i, one in enumerate(given[name]):
@@ -443,11 +445,6 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             if not isinstance(given[name], DictConfig):
                 raise UserError(f"{origin}: {prefix}{name} is not a section of key: value lines")
             check_keys(section, given[name], origin, f"{prefix}{name}.")
-
-
-def is_index(key: Any) -> bool:
-    """Tell whether a key is the number of an item in a list, as in phases[0]."""
-    return isinstance(key, int) or str(key).isdigit()
 
 
 def to_list(value: Any) -> list[str]:

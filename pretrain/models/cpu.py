@@ -17,7 +17,7 @@ from data_pipeline.sampling.batches import Batch
 
 # The encoder pads the tokens of a batch to a multiple of this on a CPU: oneDNN compiles a kernel
 # for each new shape, which took a sixth of a small model's step on two threads. Few sizes also fit
-# into the places of freed ones: with multiples of 64 and 16 a run took a third more memory.
+# into the places of freed ones.
 TOKEN_MULTIPLE = 128
 # And the rows of the heads to a multiple of this; their number is another in each step.
 ROW_MULTIPLE = 64
