@@ -17,6 +17,7 @@ from pretrain.read_run import read_run_config
 from pretrain.tracking import read_metrics
 
 RECENT = 20  # log lines that the present speed and loss are taken from
+MOST_LINES = 3000  # log lines to read of a run without its evaluations; a chart shows no more
 
 
 @dataclass
@@ -36,7 +37,7 @@ class RunRecord:
             )
         self.name = self.run_dir.resolve().name
         self.config = read_run_config(self.run_dir)
-        self.lines = read_metrics(self.run_dir / "metrics.jsonl")
+        self.lines = read_metrics(self.run_dir / "metrics.jsonl", MOST_LINES, RECENT)
 
     @cached_property
     def phases(self) -> list[Phase]:

@@ -132,9 +132,25 @@ def follow(path: Path) -> Iterator[dict]:
         raise EOFError("the run ended without a word")
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Read the lines of a `metrics.jsonl` that are not damaged."""
-    return read_lines(path)[0]
+def read_metrics(path: Path, most: int | None = None, recent: int = 0) -> list[dict]:
+    """Read the lines of a `metrics.jsonl` that are not damaged.
+
+    most: of more lines, read about as many of training, evenly spaced, the `recent` newest, and all
+    of the others. The lines of a million steps would take 6 s and 0.4 GB.
+    """
+    if most is None:
+        return read_lines(path)[0]
+    check_regular(path)
+    with open(path, "rb") as file:
+        count = sum(1 for _ in file)
+    stride = -(-count // most)
+    with open(path, "rb") as file:
+        few = [
+            line
+            for i, line in enumerate(file)
+            if i % stride == 0 or i >= count - recent or b'"train/' not in line
+        ]
+    return parse_lines(few)[0]
 
 
 def read_lines(path: Path) -> tuple[list[dict], list[bytes]]:

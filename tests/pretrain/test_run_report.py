@@ -21,7 +21,7 @@ from data_pipeline.sampling.token_store import TokenStore
 from pretrain import report
 from pretrain.config import Config
 from pretrain.report import find_neighbours, judge_run, render_runs, say_progress
-from pretrain.run_record import RunRecord
+from pretrain.run_record import MOST_LINES, RECENT, RunRecord
 
 ENTROPY = 6.0
 
@@ -221,6 +221,27 @@ def test_the_best_loss_and_the_time_left_are_told(tmp_path: Path) -> None:
     longer = write_run(tmp_path / "phases", lines[:2], phases=phases)
     shorter = write_run(tmp_path / "one", lines[:2])
     assert longer.seconds_left() == pytest.approx(shorter.seconds_left() * (250 + 500 * 4) / 750)
+
+
+def test_the_page_of_a_long_run_is_drawn_from_few_of_its_log_lines(tmp_path: Path) -> None:
+    steps, entropy = 400_000, {"eval/unigram_entropy": ENTROPY}
+    lines = [trained(step, 8 - step / steps) for step in range(10, steps + 1, 10)]
+    lines[7777] |= {"train/mlm_loss": None}
+    judged = [evaluated(step, 8 - 3 * step / steps, **entropy) for step in range(5, steps, 1000)]
+    skipped = {"step": 31_415, "skipped": {"step": 31_414}}
+    whole = sorted([*lines, *judged, skipped], key=lambda line: line["step"])
+    run = write_run(tmp_path / "long", whole, max_steps=2 * steps)
+    assert len(run.lines) <= len(judged) + MOST_LINES + RECENT + 1
+    assert [line for line in run.lines if "train/mlm_loss" not in line] == [
+        line for line in whole if "train/mlm_loss" not in line
+    ]
+    assert run.lines[-RECENT:] == whole[-RECENT:]
+    assert run.tokens == pytest.approx(steps * 16 * 50, rel=1e-9)
+    assert judge_run(run)[0] == "Learns"
+    left = steps * 16 / 8
+    assert run.seconds_left() == pytest.approx(left, rel=1e-9)
+    train = [loss for _, loss in run.losses("train")]
+    assert train == sorted(train, reverse=True) and train[0] > 7.999 and train[-1] == 7
 
 
 def test_warnings_of_the_monitor_are_told_with_their_first_step(tmp_path: Path) -> None:
