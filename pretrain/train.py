@@ -51,6 +51,7 @@ from pretrain.describe import (
 )
 from pretrain.evaluate import evaluate, name_length, sample_counts
 from pretrain.export import export_checkpoint
+from pretrain.memory import explain_out_of_memory, preallocate_memory
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
 from pretrain.models.bert import PretrainingModel, continue_positions
 from pretrain.monitor import SPIKE_STEPS, Monitor
@@ -66,6 +67,7 @@ from pretrain.watch import end_watch, mark, name_lost_ranks
 
 
 @name_lost_ranks()
+@explain_out_of_memory()
 def train(config: Config) -> None:
     """Train a model as the config says, resuming from the newest checkpoint of `run_dir`, and
     export it.
@@ -78,9 +80,7 @@ def train(config: Config) -> None:
     run.accelerator.wait_for_everyone()
     hold_signals(run.announce_stop)
     record = Record(run)
-    if run.state.pop("evaluation_due", False):
-        evaluate_run(run, record, run.state["step"])
-        save_run(run, record, run.state["step"])
+    make_due_evaluation(run, record)
     settings, accelerator = config.train, run.accelerator
     weights = torch.tensor([one.weight for one in run.bare.objectives], device=accelerator.device)
     run.model.train()
@@ -114,6 +114,8 @@ def train(config: Config) -> None:
         zero_gradients(run.optimizers)
 
         # once in a while
+        if step == steps.start:  # the optimizers have their moments now
+            preallocate_memory(run, weights, step, record.clock)
         done, ended = step + 1, step + 1 == settings.max_steps
         record.bar.update()
         answer_trouble(run, record, step, (sums[0, 0] / sums[0, -1]).item())
@@ -304,6 +306,13 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
                 said = say_evaluation(found, run.config.data.objective)
                 record.log_line(f"step {done:,}: {said}")
             refresh_report(run.run_dir, record.log_line)
+
+
+def make_due_evaluation(run: Run, record: Record) -> None:
+    """Make the evaluation that a signal has stopped before this start, if any."""
+    if run.state.pop("evaluation_due", False):
+        evaluate_run(run, record, run.state["step"])
+        save_run(run, record, run.state["step"])
 
 
 def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:

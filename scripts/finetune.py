@@ -48,6 +48,7 @@ from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from pretrain.families import longest_sequence, read_settings
 from pretrain.model_card import project_version
+from pretrain.models.cpu import configure_cpu
 from pretrain.processes import choose_precision
 from pretrain.read_export import check_ids, load_pretrained, name_export
 
@@ -93,6 +94,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        configure_cpu()
     bf16 = choose_precision(args.precision, device.type == "cuda") == "bf16"
     splits, task = read_splits(args, device)
     args.metric = args.metric or task.metrics[0]

@@ -32,7 +32,10 @@ FLOORS = [
         "checkpoint metrics evaluate probes monitor describe model_card processes run_folder",
     ),
     ("pretrain", "export_folder read_export read_run export init_from"),
-    ("pretrain", "run_record report word_vectors run_setup train assumed plan recipes __main__"),
+    (
+        "pretrain",
+        "run_record report word_vectors run_setup memory train assumed plan recipes __main__",
+    ),
 ]
 NAMES = [f"{room}.{name}" for room, names in FLOORS for name in names.split()]
 RANKS = {name: rank for rank, name in enumerate(NAMES)}

@@ -569,6 +569,7 @@ def test_each_step_has_random_numbers_of_its_own_and_a_seed_changes_all_of_them(
         return forward(model, batch)
 
     monkeypatch.setattr(PretrainingModel, "forward", note)
+    monkeypatch.setattr("pretrain.train.preallocate_memory", lambda *_: None)
     options = ("train.max_steps=3", "train.warmup_steps=1", "train.sampled_softmax=100")
     for seed in (0, 1):
         train_here(prepared, tmp_path / str(seed), *options, f"seed={seed}")

@@ -1,0 +1,81 @@
+"""Take the memory of the largest micro-batch at the start of a run, as PyTorch's tuning guide
+recommends for inputs of variable length, and say what to do where there is not enough.
+
+Each micro-batch has another number of tokens. What a smaller one has freed has no room for a larger
+one, so that without this a process grows for hours, and a run that does not fit ends as late.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.sampling.batch_source import count_passes
+from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.token_store import TokenStore
+from pretrain.config import Phase
+from pretrain.metrics import Clock
+from pretrain.run_setup import Run
+
+
+def preallocate_memory(run: Run, weights: Tensor, step: int, clock: Clock) -> None:
+    """Pass the largest micro-batch of each phase that ends after `step` through the model and back,
+    and drop the gradients (a collective call).
+
+    weights: of the objectives, (objectives,). clock: does not count the time.
+    """
+    with clock.paused():
+        for phase in run.phases:
+            if phase.end > step:
+                batch = largest_batch(run.store, phase, run.accelerator.num_processes)
+                torch.manual_seed(run.config.seed)
+                rows = run.model(batch.to(run.accelerator.device))
+                run.accelerator.backward((weights * rows[:, 0]).sum())
+                run.bare.zero_grad()
+
+
+def largest_batch(store: TokenStore, phase: Phase, world_size: int) -> Batch:
+    """Build as many sequences as a process has in one pass of a phase, each of the full length,
+    with the share of masked positions that the phase asks for."""
+    train, data = phase.train, phase.data
+    passes = count_passes(train.global_batch_size, train.micro_batch_size, world_size)
+    count, length = ceil(ceil(train.global_batch_size / world_size) / passes), data.max_seq_length
+    starts = length * torch.arange(count + 1)
+    most = ceil(data.masked_lm_prob * length)
+    masked = torch.arange(1, 1 + min(most, data.max_predictions_per_seq or most, length - 2))
+    masked_positions = (starts[:-1, None] + masked).flatten()
+    input_ids = torch.from_numpy(np.resize(store.tokens[: count * length], count * length)).long()
+    is_pair = data.objective != "none" and data.single_segment_prob < 1
+    return Batch(
+        input_ids,
+        torch.zeros_like(input_ids),
+        torch.arange(length).repeat(count),
+        torch.arange(count).repeat_interleave(length),
+        starts,
+        masked_positions,
+        input_ids[masked_positions],
+        torch.full((count,), 0 if is_pair else -100),
+        length,
+        count * is_pair,
+    )
+
+
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Raise `UserError` where torch cannot allocate a tensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "CPUAllocator" not in str(error):
+            raise
+        wanted = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        raise UserError(
+            f"out of memory{f' at a tensor of {wanted[1]}' if wanted else ''}; lower "
+            "train.micro_batch_size, that of a phase too, or set train.gradient_checkpointing=true,"
+            " and run the same command again: the results stay the same"
+        ) from None
