@@ -55,7 +55,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
             with (
                 quiet(),
                 mock.patch(
-                    "data_pipeline.build.prepare.make_vocabulary", return_value=vocabulary.pieces
+                    "data_pipeline.build.stages.make_vocabulary", return_value=vocabulary.pieces
                 ),
             ):
                 prepare(again, workers=1)

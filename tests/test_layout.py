@@ -20,7 +20,7 @@ FLOORS = [
     ),
     ("data_pipeline.corpus", "python_docs files readers sources selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),
-    ("data_pipeline.build", "workers identity sentences encode assemble probes prepare"),
+    ("data_pipeline.build", "workers identity sentences encode assemble probes stages prepare"),
     ("data_pipeline.report", "audit checks page __main__"),
     ("data_pipeline", "__main__"),
     ("pretrain.models", "cpu"),

@@ -267,7 +267,7 @@ def test_preparation_takes_the_disk_that_was_estimated(
     config = config_of(prepared, tmp_path, f"corpus.files={tmp_path}/large.txt")
     source = read_manifest(prepared / "data/store")["sources"][0]
     wanted = assume_data(config, 4 * source["tokens"]).preparation
-    monkeypatch.setattr("data_pipeline.build.prepare.remove_entries", measure)
+    monkeypatch.setattr("data_pipeline.build.stages.remove_entries", measure)
     overrides = [f"data_dir={tmp_path}/data", f"corpus.files={tmp_path}/large.txt"]
     prepare(load_config(DataConfig, str(prepared / "config.yaml"), overrides), workers=1)
     assert wanted.most_bytes == pytest.approx(max(found), rel=0.2)

@@ -188,11 +188,11 @@ KILLED = """
 import os, signal, sys
 from data_pipeline.build import assemble
 from data_pipeline.build import encode
-from data_pipeline.build import prepare
+from data_pipeline.build import stages
 from data_pipeline.__main__ import main
 
 name, calls, sys.argv[1:] = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-module = next(m for m in (encode, assemble, prepare) if hasattr(m, name))
+module = next(m for m in (encode, assemble, stages) if hasattr(m, name))
 real = getattr(module, name)
 
 def killed(*args, **kwargs):
@@ -223,7 +223,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     assert done
 
     reread = []
-    import data_pipeline.build.prepare as module
+    import data_pipeline.build.stages as module
 
     with pytest.MonkeyPatch.context() as patch:
         real = module.scan_group

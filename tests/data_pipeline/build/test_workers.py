@@ -17,9 +17,10 @@ import psutil
 import pytest
 from helpers import ROOT, contents
 
-import data_pipeline.build.prepare as module
+import data_pipeline.build.stages as module
 from data_pipeline.build import workers as processes
-from data_pipeline.build.prepare import group_task, prepare
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.stages import group_task
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import SEAL, atomic_folder, is_intact, lock_folder, sum_files
@@ -277,8 +278,8 @@ runpy.run_module("data_pipeline", run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize(
     ("module", "name", "workers", "number"),
     [
-        ("prepare", "scan_group", 1, signal.SIGTERM),
-        ("prepare", "encode_scan", 1, signal.SIGUSR1),
+        ("stages", "scan_group", 1, signal.SIGTERM),
+        ("stages", "encode_scan", 1, signal.SIGUSR1),
         ("workers", "wait", 2, signal.SIGINT),  # the command waits for its workers
         ("workers", "wait", 2, signal.SIGTERM),
     ],

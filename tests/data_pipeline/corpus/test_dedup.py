@@ -226,7 +226,7 @@ def test_workers_and_interruptions_change_nothing(folder: Path, tmp_path: Path, 
 
 def test_nothing_is_compared_when_nobody_asks(folder: Path, tmp_path: Path, capsys):
     with (
-        patch("data_pipeline.build.prepare.hash_group", side_effect=AssertionError),
+        patch("data_pipeline.build.stages.hash_group", side_effect=AssertionError),
         patch.object(selection, "SURE_BYTES", 1),  # as if the corpus were large
     ):
         prepare(config_of(folder, tmp_path, deduplicate=False, weight=2.0), workers=1)

@@ -315,7 +315,7 @@ def test_a_large_corpus_that_keeps_duplicates_is_read_once(texts, tmp_path: Path
     config = config_of(texts, tmp_path, deduplicate=False)
     with (
         patch.object(selection, "SURE_BYTES", 1),
-        patch("data_pipeline.build.prepare.hash_group", side_effect=AssertionError),
+        patch("data_pipeline.build.stages.hash_group", side_effect=AssertionError),
     ):
         prepare(config, workers=1)
     documents = [d for file in texts for d in Path(file).read_text().split("\n\n")]

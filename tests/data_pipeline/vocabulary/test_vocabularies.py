@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.build.prepare import is_chinese, prepare
+from data_pipeline.build.prepare import prepare
+from data_pipeline.build.stages import is_chinese
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import (
     CorpusConfig,
