@@ -11,6 +11,7 @@ from typing import TextIO
 
 from accelerate import Accelerator
 
+from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import claim_folder, hash_file, install_files, write_file
 from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
@@ -24,6 +25,8 @@ from pretrain.checkpoint import (
 from pretrain.config import TrainConfig
 from pretrain.fingerprint import check_fingerprint, read_fingerprint
 from pretrain.processes import share_from_main
+from pretrain.read_run import read_run_config
+from pretrain.tracking import read_metrics
 
 # the checkpoints last: a restart that is killed while it moves them aside begins again
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "export", "vocab")
@@ -118,10 +121,16 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
 
     restart: move the run to `before-N` in its folder, unless a restart of this fingerprint began
     it, so that the same command goes on with what it began.
-    Raises `UserError` if there are checkpoints and all of them are damaged.
+    Raises `UserError` if there are checkpoints and all of them are damaged, or if they are gone.
     """
     folder = run_dir / "checkpoints"
-    if restart and list_checkpoints(folder) + list_others(folder):
+    lost = "" if list_checkpoints(folder) + list_others(folder) else find_lost(run_dir)
+    if lost and not restart:
+        raise UserError(
+            f"{run_dir} holds {lost}, and no checkpoint: put its folder checkpoints back, or set "
+            "train.restart=true to start at step 0, which moves that run to another folder"
+        )
+    if restart and (lost or list_checkpoints(folder) + list_others(folder)):
         checkpoint, _ = find_sound(folder)
         state = read_state(checkpoint) if checkpoint else {}
         # it may be of an earlier version, and of another kind of machine
@@ -135,6 +144,19 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
                     (run_dir / name).rename(before / name)
             print(f"train.restart: the run so far is in {before}, and a new one starts at step 0")
     return resume_checkpoint(folder)
+
+
+def find_lost(run_dir: Path) -> str:
+    """Name what a folder without checkpoints holds of a run that has written some, or return "".
+
+    A run has written its first one before it goes on from the step at which the second is due.
+    Raises `UserError` if the folder has lost its config too.
+    """
+    if (run_dir / "export").exists():
+        return "the export of a run"
+    done = max((line["step"] for line in read_metrics(run_dir / "metrics.jsonl")), default=0)
+    every = read_run_config(run_dir).train.save_every if done else 0
+    return f"the record of {done:,} steps" if done > 2 * every else ""
 
 
 def keep_in_run(run_dir: Path, vocab_dir: Path, fingerprint: dict) -> None:

@@ -139,6 +139,40 @@ def test_a_run_without_a_sound_checkpoint_stops_and_changes_nothing(
     assert without_locks(run_dir) == before
 
 
+@pytest.mark.parametrize(
+    "kept, told", [("export", "the export of a run"), ("metrics.jsonl", "the record of 12 steps")]
+)
+def test_a_run_whose_checkpoints_are_gone_stops_and_changes_nothing(
+    prepared: Path, straight: Path, run_dir: Path, kept: str, told: str
+) -> None:
+    """As of a disk that is not mounted, or a copy that left them out."""
+    for name in {"checkpoints", "export", "metrics.jsonl"} - {kept}:
+        path = run_dir / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    before = without_locks(run_dir)
+    for prepare_folder in (lambda: None, (run_dir / "checkpoints").mkdir):  # empty: no better
+        prepare_folder()
+        with pytest.raises(UserError, match=f"holds {told}, and no checkpoint"):
+            train_here(prepared, run_dir)
+        assert without_locks(run_dir) == before
+    train_here(prepared, run_dir, "train.restart=true")
+    assert_same_run(run_dir, straight)
+    assert (run_dir / "before-1" / kept).exists()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
+    prepared: Path, straight: Path, run_dir: Path
+) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    shutil.rmtree(run_dir / "export")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] <= 8]  # a checkpoint every 4
+    assert json.loads(kept[-1])["step"] == 8
+    (run_dir / "metrics.jsonl").write_text("".join(kept))
+    train_here(prepared, run_dir)
+    assert_same_run(run_dir, straight)
+
+
 @pytest.mark.parametrize("left", ["step-00000012.corrupt", "step-00000012-of-mine"])
 def test_what_was_set_aside_counts_as_a_run_that_was(
     prepared: Path, run_dir: Path, left: str
