@@ -7,8 +7,10 @@ what they end with, bit by bit, with one that nothing interrupted:
 Use a recipe of few steps, such as `train.max_steps: 12` with checkpoints and evaluations between,
 whose data are prepared; for `elastic` without dropout, or with `train.micro_batch_size` a quarter
 of the global one, since dropout is drawn for each pass. Each fault is planted at one call of a
-function and writes a file first, so that one that never came is counted too. Prints a line a fault,
-and a table by kind; exits with code 1 if anything did not survive.
+function and writes a file first, so that one that never came is counted too. After a signal at most
+one more step may begin, none if the run ends with exit code 0, and the newest checkpoint has to be
+of the last step. Prints a line a fault, and a table by kind; exits with code 1 if anything did not
+survive.
 """
 
 import argparse
@@ -16,13 +18,13 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -32,7 +34,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from data_pipeline.common.errors import run_command  # noqa: E402
-from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state  # noqa: E402
+from pretrain.checkpoint import (  # noqa: E402
+    list_checkpoints,
+    newest_checkpoint,
+    read_state,
+    step_of,
+)
 from pretrain.tracking import read_metrics  # noqa: E402
 
 # Where a fault may come: module:function, whose calls a run without faults counts first.
@@ -61,7 +68,16 @@ FAULTS = {  # kind -> what one process does, the exit codes that may follow, pro
     "prepare": ("os.kill(os.getpid(), signal.SIGKILL)", {-9, 137}, (1,), PREPARATION),
 }
 TRAINED = ("kill", "signal", "stop", "disk")  # those that come to training
-KINDS = (*FAULTS, "elastic", "mixed")
+KINDS = (*FAULTS, "damage", "elastic", "mixed")
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {  # what becomes of a file; None: it is gone
+    "a flipped bit": lambda data: (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+    ),
+    "cut in half": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + bytes(1),
+    "missing": lambda data: None,
+}
 PLANT = """
 import hashlib, importlib, os, resource, runpy, signal, sys
 plan, rank = {plan!r}, os.environ.get("RANK", "0")
@@ -88,8 +104,14 @@ def note(name, text):
 
 def fail(number, *_):
     if number == plan["number"] and rank == plan["rank"]:
-        note("fired", number)
+        note("fired", step[0])
         exec(plan["fault"])
+
+step = [-1]
+
+def see(number, seed, of_run, *_):
+    step[0] = of_run
+    note("steps", of_run)
 
 def list_sequences(number, objectives, batches, *_):
     for batch in batches:
@@ -101,6 +123,8 @@ def list_sequences(number, objectives, batches, *_):
 for point in plan["counted"]:
     wrap(point, lambda number, *_, point=point: note("calls", point))
 if plan["fault"]:
+    if plan["program"] == "pretrain":
+        wrap("pretrain.train:dropout_seed", see)
     wrap(plan["point"], fail)
 if plan["lists"]:
     wrap("pretrain.train:count_labels", list_sequences)
@@ -178,12 +202,11 @@ class Chaos:
         points = [point for point in points if calls[point]]
         point = points[5 * number // len(choices) % len(points)]  # few faults reach far
         call = rng.randint(1, calls[point])
-        if kind == "signal" and point == TRAINING[0] and call < calls[point]:
-            codes = {75}  # after the last step a run may end as it is
         fault = fault.format(stop=STOPS[number % len(STOPS)], size=rng.choice(SIZES))
         folder = self.out / f"{kind}-{number}"
         plan = {"point": point, "number": call, "rank": rank, "fault": fault}
         first = self.launch(folder, kind, processes, "first", **plan)
+        went_on = kind == "signal" and goes_on(folder, "first", rank, first)
         again = self.launch(folder, kind, processes, "second")
         difference = explain(folder, whole)
         return plan | {
@@ -191,8 +214,30 @@ class Chaos:
             "processes": processes,
             "fired": (folder / "first" / f"fired-{rank}").exists(),
             "codes": [first, again],
-            "survived": first in codes and again == 0 and not difference,
-            "difference": difference,
+            "survived": first in codes and again == 0 and not difference and not went_on,
+            "difference": difference or "the signal was not obeyed" * went_on,
+        }
+
+    def damage(self, number: int) -> dict:
+        """Damage a file of the newest checkpoint of a finished run in one of the ways, start again,
+        and compare; it has to be set aside, and the run to go on from the one before."""
+        whole, folder = self.reference("kill", 1), self.out / f"damage-{number}"
+        shutil.copytree(whole / "run", folder / "run")
+        newest = newest_checkpoint(folder / "run/checkpoints")
+        files = sorted(newest.iterdir())
+        path, way = files[number % len(files)], [*DAMAGES][number // len(files) % len(DAMAGES)]
+        data = DAMAGES[way](path.read_bytes())
+        path.unlink() if data is None else path.write_bytes(data)
+        code = self.launch(folder, "damage", 1, "again")
+        aside = newest.with_name(newest.name + ".corrupt").exists()
+        difference = explain(folder, whole)
+        return {
+            "kind": "damage",
+            "point": f"{path.name}, {way}",
+            "fired": True,
+            "codes": [code],
+            "survived": code == 0 and aside and not difference,
+            "difference": difference or "it was not set aside" * (not aside),
         }
 
     def mix(self, count: int, rng: random.Random) -> Iterator[dict]:
@@ -208,8 +253,12 @@ class Chaos:
                 code = self.launch(folder, "mixed", processes, f"start-{starts}", **plan)
                 if any((folder / f"start-{starts}").glob("fired-*")):
                     came += 1
+                    obeyed = codes != FAULTS["signal"][1] or not goes_on(
+                        folder, f"start-{starts}", plan["rank"], code
+                    )
                     row = {"kind": "mixed", "processes": processes, "start": starts}
-                    rows.append(plan | row | {"codes": [code], "survived": code in codes})
+                    row |= {"codes": [code], "survived": code in codes and obeyed}
+                    rows.append(plan | row)
                 elif code:
                     raise SystemExit(f"a start without a fault ended with exit code {code}")
                 starts += 1
@@ -239,6 +288,7 @@ class Chaos:
         wanted = sequences(whole / "notes")
         steps = sorted(rng.sample(range(1, len(wanted)), 3))
         folder, found, done, codes, fired = self.out / f"elastic-{number}", {}, 0, [], 0
+        repeated = False
         for turn, processes in enumerate((1, 2, 4, 1)):
             plan = {"lists": True, "rank": str(rng.randrange(processes))}
             if turn < 3:
@@ -250,10 +300,13 @@ class Chaos:
             codes.append(self.launch(folder, "elastic", processes, f"turn-{turn}", **plan))
             fired += any((folder / f"turn-{turn}").glob("fired-*"))
             seen = sequences(folder / f"turn-{turn}")
-            found |= {done + step: names for step, names in seen.items()}
+            seen = {done + step: names for step, names in seen.items()}
+            repeated |= bool(found.keys() & seen.keys())
+            found |= seen
             done = read_state(newest_checkpoint(folder / "run/checkpoints"))["step"]
         drift = largest_difference(folder, whole)
-        differs = "sequences" if found != wanted else "weights" if drift > 1e-4 else ""
+        differs = "sequences" if found != wanted or repeated else ""
+        differs = differs or "weights" * (drift > 1e-4)
         return {
             "kind": "elastic",
             "point": f"{steps}, 1, 2, 4 and 1 processes",
@@ -263,6 +316,18 @@ class Chaos:
             "survived": codes == [75, 75, 75, 0] and not differs,
             "difference": differs,
         }
+
+
+def goes_on(folder: Path, notes: str, rank: str, code: int) -> bool:
+    """Tell whether a run has gone on after a signal: for more than a step, or to its end although
+    steps were left; or whether its newest checkpoint is not of its last step."""
+    fired = int((folder / notes / f"fired-{rank}").read_text())
+    path = folder / notes / f"steps-{rank}"
+    steps = set(map(int, path.read_text().split())) if path.exists() else set()
+    if len([step for step in steps if step > fired]) > (code != 0):
+        return True
+    newest = newest_checkpoint(folder / "run/checkpoints")
+    return bool(steps) and (newest is None or step_of(newest) != max(steps) + 1)
 
 
 def choose_rank(kind: str, processes: int, rng: random.Random) -> str:
@@ -354,9 +419,14 @@ def try_kind(chaos: Chaos, kind: str, each: int, seed: int) -> Iterator[dict]:
     if kind == "mixed":
         yield from chaos.mix(each, random.Random(f"{seed} {kind}"))
         return
-    one = chaos.change_processes if kind == "elastic" else partial(chaos.interrupt, kind)
     for number in range(each):
-        yield one(number, random.Random(f"{seed} {kind} {number}"))
+        rng = random.Random(f"{seed} {kind} {number}")
+        if kind == "damage":
+            yield chaos.damage(number)
+        elif kind == "elastic":
+            yield chaos.change_processes(number, rng)
+        else:
+            yield chaos.interrupt(kind, number, rng)
 
 
 def main() -> None:

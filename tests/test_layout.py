@@ -29,9 +29,9 @@ FLOORS = [
     ("pretrain", "watch sharding agreement optim fingerprint"),
     (
         "pretrain",
-        "checkpoint metrics evaluate probes monitor describe model_card processes read_run run_folder",
+        "checkpoint metrics evaluate probes monitor describe model_card processes read_run",
     ),
-    ("pretrain", "export_folder read_export export init_from"),
+    ("pretrain", "run_folder export_folder read_export export init_from"),
     (
         "pretrain",
         "run_record report word_vectors run_setup memory train assumed plan recipes __main__",

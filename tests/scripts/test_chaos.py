@@ -1,12 +1,16 @@
 """What is interrupted in any way ends with the bits of what is not."""
 
+import shutil
 import sys
 import time
 from copy import copy
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT, fork
+
+from pretrain.checkpoint import save_checkpoint
 
 sys.path.append(str(ROOT / "scripts"))
 import chaos  # noqa: E402
@@ -81,12 +85,58 @@ def test_a_run_that_ends_with_other_bits_has_survived_none_of_its_faults(
     assert one["difference"] == "model" and not one["survived"]
 
 
-def test_a_signal_that_is_ignored_is_no_survivor(runs: chaos.Chaos, monkeypatch) -> None:
+@pytest.mark.parametrize("point", ["models.bert:PretrainingModel.score", "checkpoint:hash_file"])
+def test_a_signal_that_is_ignored_is_no_survivor(
+    runs: chaos.Chaos, monkeypatch, point: str
+) -> None:
     others = copy(runs)
-    others.out = runs.out / "ignored"
-    monkeypatch.setitem(chaos.FAULTS, "signal", ("pass", *chaos.FAULTS["signal"][1:]))
+    others.out = runs.out / f"ignored-{point}"
+    ignored = ("pass", *chaos.FAULTS["signal"][1:3], (f"pretrain.{point}",))
+    monkeypatch.setitem(chaos.FAULTS, "signal", ignored)
+    monkeypatch.setattr("random.Random.randint", lambda *_: 1)  # the first call of that function
     (one,) = chaos.run_chaos(others, ["signal"], 1, seed=0)
     assert one["fired"] and one["codes"] == [0, 0] and not one["survived"], one
+
+
+def test_a_signal_that_is_obeyed_too_late_or_without_a_checkpoint_is_no_survivor(
+    tmp_path: Path,
+) -> None:
+    notes, checkpoints = tmp_path / "first", tmp_path / "run/checkpoints"
+    notes.mkdir()
+
+    def judge(fired: int, steps: list[int], newest: int, code: int) -> bool:
+        (notes / "fired-0").write_text(f"{fired}\n")
+        (notes / "steps-0").write_text("".join(f"{step}\n" for step in steps))
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        state = {"step": newest, "running_sums": [], "part_sizes": [], "evaluation": {}}
+        save_checkpoint(checkpoints, torch.nn.Linear(2, 2), [], state, 2).result()
+        return chaos.goes_on(tmp_path, "first", "0", code)
+
+    assert not judge(3, [2, 2, 3], 4, 75)
+    assert not judge(3, [2, 3, 4], 5, 75)  # it came between two steps
+    assert not judge(-1, [8], 9, 75)  # before the first step of this start
+    assert not judge(11, [10, 11], 12, 0)
+    assert judge(3, [2, 3, 4, 5], 6, 75)
+    assert judge(3, [2, 3], 3, 75)
+    assert judge(10, [10, 11], 12, 0)
+
+
+def test_steps_that_two_starts_have_done_do_not_count_as_one(
+    runs: chaos.Chaos, monkeypatch
+) -> None:
+    others, read = copy(runs), chaos.read_state
+    others.out = runs.out / "twice"
+
+    def read_less(checkpoint: Path) -> dict:
+        state = read(checkpoint)
+        return state | {"step": max(state["step"] - 1, 1)}
+
+    (one,) = chaos.run_chaos(others, ["elastic"], 1, seed=0)
+    assert one["survived"], one
+    others.out = runs.out / "once more"
+    monkeypatch.setattr(chaos, "read_state", read_less)
+    (one,) = chaos.run_chaos(others, ["elastic"], 1, seed=0)
+    assert one["difference"] == "sequences" and not one["survived"], one
 
 
 @pytest.mark.parametrize(
@@ -105,6 +155,7 @@ def test_six_faults_reach_the_steps_the_saves_and_the_page(
     found: list[str] = []
     monkeypatch.setattr(chaos.Chaos, "launch", launch)
     monkeypatch.setattr(chaos, "explain", lambda *_: "")
+    monkeypatch.setattr(chaos, "goes_on", lambda *_: False)
     chaos.run_chaos(runs, [kind], 6, seed=0)
     assert len({*found} - {""}) >= least
     if kind in ("kill", "signal"):
