@@ -200,10 +200,15 @@ def list_others(folder: Path) -> list[Path]:
 def find_fault(checkpoint: Path) -> str | None:
     """Check a checkpoint against its manifest; returns the fault, or None.
 
-    Raises `UserError` if a file is there and cannot be read, which tells nothing about it.
+    Raises `UserError` if a file is there and cannot be read, or is a pipe or a device, which tells
+    nothing about what was written.
     """
     try:
-        manifest = read_json(checkpoint / "manifest.json", dict.fromkeys(FILES, SHA256), "")
+        for name in ("manifest.json", *FILES):
+            check_regular(checkpoint / name)
+        manifest = read_hashes(checkpoint)
+        if manifest is None:
+            return "manifest.json is not what was written"
         for name in FILES:
             if hash_file(checkpoint / name) != manifest[name]:
                 return f"{name} is not what was written"
@@ -214,9 +219,15 @@ def find_fault(checkpoint: Path) -> str | None:
             f"{error.filename or checkpoint} cannot be read: {error.strerror}; nothing was "
             "changed, so run the same command again when it can be"
         ) from None
-    except UserError:
-        return "manifest.json is not what was written"
     return None
+
+
+def read_hashes(checkpoint: Path) -> dict[str, str] | None:
+    """Read the hashes of a checkpoint's files; None if they are not what was written."""
+    try:
+        return read_json(checkpoint / "manifest.json", dict.fromkeys(FILES, SHA256), "")
+    except UserError:
+        return None
 
 
 def find_sound(folder: Path) -> tuple[Path | None, dict[Path, str]]:

@@ -8,6 +8,7 @@ the run may have another vocabulary, such as an extended one.
 import re
 from hashlib import sha256
 from pathlib import Path
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
-from data_pipeline.common.reading import COUNT, read_json, read_utf8
+from data_pipeline.common.reading import COUNT, check_regular, read_json, read_utf8
 from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import OTHER_NAMES, Vocabulary, list_pieces
 from pretrain.config import ModelConfig
@@ -155,13 +156,18 @@ def hash_weights(folder: Path) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a folder, by transformers' names; pickles by `weights_only`."""
-    weights = {}
+    """Read the tensors of a folder, by transformers' names; pickles by `weights_only`.
+
+    Raises `UserError` if they are damaged, or take more memory than their files have bytes.
+    """
+    weights, size = {}, 0
     for path in list_weights(folder):
+        size += check_regular(path)
         try:
             if path.suffix == ".safetensors":
                 weights |= load_file(path)
             else:
+                check(not is_packed(path), "it is compressed, as torch writes no file")
                 weights |= torch.load(path, weights_only=True, map_location="cpu")
         except Exception as error:  # of many kinds: somebody else wrote the file
             reason = " ".join(str(error).split())[:150]
@@ -169,11 +175,19 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 reason = "a pickle of more than tensors, which could run code"
             raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None
     for name, value in weights.items():
-        is_sound = isinstance(name, str) and isinstance(value, Tensor)
+        is_sound = isinstance(name, str) and isinstance(value, Tensor) and value.nbytes <= size
         if is_sound and value.dtype in FLOATS:
             is_sound = value.isfinite().all()
         check(is_sound, f"init_from {folder}: {name} is no tensor of finite numbers; {ADVICE}")
     return weights
+
+
+def is_packed(path: Path) -> bool:
+    """Tell whether a pickle of torch unpacks to more than its file has bytes."""
+    if not is_zipfile(path):  # of torch before 1.6
+        return False
+    with ZipFile(path) as file:
+        return sum(item.file_size for item in file.infolist()) > path.stat().st_size
 
 
 def to_current_names(weights: dict[str, Tensor], encoder: str) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -12,7 +14,13 @@ from typing import TextIO
 from accelerate import Accelerator
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.folders import claim_folder, hash_file, install_files, write_file
+from data_pipeline.common.folders import (
+    claim_folder,
+    hash_file,
+    install_files,
+    open_lock,
+    write_file,
+)
 from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 from pretrain.checkpoint import (
@@ -31,6 +39,7 @@ from pretrain.tracking import read_metrics
 # the checkpoints last: a restart that is killed while it moves them aside begins again
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "export", "vocab")
 RUN_FILES += ("ranks", "checkpoints")
+held: list[TextIO] = []  # the lock of the run that this process trains
 POLL = 0.5  # seconds between two looks at a run that is stopping
 
 
@@ -64,7 +73,7 @@ def take_lock(run_dir: Path) -> TextIO:
             f"run_dir {run_dir} holds {what}; choose another run_dir",
         )
     claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
-    lock, waits = open(run_dir / "lock", "a+"), False
+    lock, waits = open_lock(run_dir), False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,11 +89,24 @@ def take_lock(run_dir: Path) -> TextIO:
         except OSError as error:  # some network file systems have no locks
             print(f"{run_dir} cannot be locked ({error.strerror}): start no other run in it")
             break
+    held[:] = [lock]
     lock.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
     for path in run_dir.glob("ranks/rank-?????"):  # of a start that was killed
         path.unlink(missing_ok=True)
     return lock
+
+
+@contextmanager
+def release_lock() -> Iterator[None]:
+    """Release the lock of the run after an error, whose traceback would hold it for as long as a
+    notebook keeps that."""
+    try:
+        yield
+    except BaseException:
+        for lock in held:
+            lock.close()
+        raise
 
 
 def load_resume_state(

@@ -59,6 +59,7 @@ from pretrain.objectives import ROW
 from pretrain.optim import learning_rate
 from pretrain.processes import share_from_main, stop_all
 from pretrain.report import refresh_report
+from pretrain.run_folder import release_lock
 from pretrain.run_setup import Run, judged_by, set_up
 from pretrain.sampled_softmax import sample_start
 from pretrain.sharding import clip_gradients, no_sync, shard_like, unshard
@@ -66,6 +67,7 @@ from pretrain.tracking import Tracker
 from pretrain.watch import end_watch, mark, name_lost_ranks
 
 
+@release_lock()
 @name_lost_ranks()
 @explain_out_of_memory()
 def train(config: Config) -> None:

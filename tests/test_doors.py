@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline.build.probes import read_pairs, write_probes
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.folders import hash_file
+from data_pipeline.common.folders import hash_file, lock_folder
 from data_pipeline.config import DataConfig, ProbesConfig, SourceConfig, VocabConfig, load_config
 from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_source
@@ -55,6 +55,7 @@ from pretrain.read_run import read_run_config, read_run_state
 from pretrain.report import render_runs
 from pretrain.run_record import RunRecord
 from pretrain.run_setup import build_probes
+from pretrain.train import train
 
 sys.path.insert(0, str(ROOT / "scripts"))
 CASES = int(os.environ.get("DOORS", 25))
@@ -326,6 +327,40 @@ def test_a_run_folder(straight: Path, tmp_path: Path) -> None:
     try_door(files, read, mend)
 
 
+def test_a_run_to_go_on_with(prepared: Path, straight: Path, tmp_path: Path) -> None:
+    """What is damaged and has a hash that fits meets the trainer itself."""
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    shutil.copytree(straight, whole)
+    shutil.rmtree(whole / "checkpoints/step-00000012")
+    name = newest_checkpoint(whole / "checkpoints").name
+    shutil.copytree(whole, run_dir)
+    checkpoint = run_dir / "checkpoints" / name
+    names = ("train.max_steps=9", "train.extend=true", "train.eval_examples=1")
+    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={run_dir}", *names])
+
+    def go_on() -> None:
+        try:
+            train(config)
+        finally:  # all but the damaged file is as it was
+            for path in whole.rglob("*"):
+                here = run_dir / path.relative_to(whole)
+                if path.is_file() and here.parent != checkpoint and here.name != "metrics.jsonl":
+                    here.write_bytes(path.read_bytes())
+            for other in {*run_dir.glob("checkpoints/*")} - {checkpoint}:
+                if not checkpoint.exists():  # it was set aside
+                    other.rename(checkpoint)
+                else:
+                    shutil.rmtree(other)
+
+    def mend(path: Path) -> None:
+        if path.parent == checkpoint and path.name != "manifest.json":
+            manifest = json.loads((whole / "checkpoints" / name / "manifest.json").read_text())
+            manifest[path.name] = hash_file(path)
+            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+    try_door([*checkpoint.iterdir(), run_dir / "metrics.jsonl"], go_on, mend)
+
+
 def test_the_record_of_a_run(straight: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(straight, run_dir)
@@ -495,25 +530,54 @@ def test_what_is_no_regular_file_ends_in_a_line(
     """A pipe waits for ever, and /dev/zero has no end."""
     shutil.copytree(straight, tmp_path / "run")
     shutil.copytree(prepared / "data", tmp_path / "data")
-    run_dir, data_dir, folder = tmp_path / "run", tmp_path / "data", tmp_path / "run/export"
+    shutil.copytree(straight / "export", tmp_path / "model")
+    pairs, table = write_pairs(tmp_path)
+    run_dir, data_dir, folder = tmp_path / "run", tmp_path / "data", tmp_path / "model"
+    shutil.rmtree(run_dir / "checkpoints/step-00000012")  # so that there is something to train
+    checkpoint = newest_checkpoint(run_dir / "checkpoints")
+    (tmp_path / "c.txt").write_text("Some text. And more of it.")
+    (tmp_path / "c.yaml").write_bytes((prepared / "config.yaml").read_bytes())
+    run_config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={run_dir}"])
+
+    def go_on() -> None:
+        train(run_config)
+
+    def lock_data() -> None:
+        with lock_folder(data_dir):
+            pass
+
     doors = {
         run_dir / "config.yaml": lambda: read_run_config(run_dir),
         run_dir / "metrics.jsonl": lambda: RunRecord(run_dir),
+        run_dir / "lock": go_on,
+        **{path: go_on for path in sorted(checkpoint.iterdir())},
+        data_dir / "lock": lock_data,
         data_dir / "vocab/vocab.txt": lambda: read_vocabulary(data_dir / "vocab"),
         data_dir / "vocab/tokenizer.json": lambda: load_tokenizer(data_dir / "vocab"),
         data_dir / "store/manifest.json": lambda: check_data(data_dir),
+        data_dir / "store/train/tokens.npy": lambda: check_data(data_dir),
         folder / "config.json": lambda: load_export(folder),
         folder / "model.safetensors": lambda: load_export(folder),
+        folder / "vocab.txt": lambda: read_vocabulary(folder),
+        pairs: lambda: read_pairs([str(pairs)]),
+        table: lambda: read_pairs([str(table)]),
         tmp_path / "c.yaml": lambda: load_config(DataConfig, str(tmp_path / "c.yaml")),
         tmp_path / "c.txt": lambda: list_source(SourceConfig(files=str(tmp_path / "c.txt"))),
     }
+    assert len(doors) == 19
+    kept = tmp_path / "kept"
     for path, open_door in doors.items():
-        path.unlink(missing_ok=True)
+        path.touch()
+        path.rename(kept)
         if what == "pipe":
             os.mkfifo(path)
         elif what == "device":
             path.symlink_to("/dev/zero")
         else:
             path.mkdir()
-        with pytest.raises((UserError, IsADirectoryError)):
+        with pytest.raises((UserError, IsADirectoryError)) as caught:
             open_door()
+        assert path.name in str(caught.value), caught.value
+        path.rmdir() if what == "folder" else path.unlink()
+        kept.rename(path)
+    assert newest_checkpoint(run_dir / "checkpoints") == checkpoint  # nothing was set aside

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 from uuid import uuid4
 from zlib import crc32
 
@@ -180,7 +181,7 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
     even if it is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a+") as lock:  # NFS shares the lock of a file open for reading
+    with open_lock(folder) as lock:
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -190,6 +191,14 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
         except OSError as error:  # some network file systems have no locks
             print(f"{folder} cannot be locked ({error.strerror}): do not run another command in it")
         yield
+
+
+def open_lock(folder: Path) -> TextIO:
+    """Open the lock file of a folder; raises `UserError` if it is a pipe or a device."""
+    path = folder / "lock"
+    if path.exists():
+        check_regular(path)
+    return open(path, "a+")  # NFS shares the lock of a file that is open for reading
 
 
 def sum_files(folder: Path, note: Callable[[int], object] = int) -> dict[str, int]:

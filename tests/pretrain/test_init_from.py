@@ -6,6 +6,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -353,6 +354,24 @@ def test_a_pickle_that_runs_a_command_runs_nothing(folder, prepared, tmp_path) -
     with pytest.raises(UserError, match="pytorch_model.bin is damaged.*: a pickle of more than te"):
         start(read_config(prepared, tmp_path / "in"))
     assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_unpack_to_more_than_their_file_are_refused_before_it(
+    folder, prepared, tmp_path
+) -> None:
+    """64 MB in a file of 64 kB, and 2^40 numbers of which one is stored."""
+    shutil.copytree(folder, tmp_path / "in", ignore=lambda *_: ["model.safetensors"])
+    path, config = tmp_path / "in/pytorch_model.bin", read_config(prepared, tmp_path / "in")
+    torch.save({"bert.pooler.dense.bias": torch.zeros(1 << 24)}, tmp_path / "plain")
+    with ZipFile(tmp_path / "plain") as plain, ZipFile(path, "w", ZIP_DEFLATED) as packed:
+        for item in plain.infolist():
+            packed.writestr(item.filename, plain.read(item))
+    assert path.stat().st_size < 1 << 17 and "bias" in str(torch.load(path, weights_only=True))
+    with pytest.raises(UserError, match="pytorch_model.bin is damaged.*: it is compressed"):
+        start(config)
+    torch.save({"bert.pooler.dense.bias": torch.zeros(1).expand(1 << 40)}, path)
+    with pytest.raises(UserError, match="bert.pooler.dense.bias is no tensor of finite numbers"):
+        start(config)
 
 
 def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -> None:

@@ -416,6 +416,20 @@ def test_two_jobs_cannot_use_one_run_folder(prepared: Path, tmp_path: Path) -> N
         process.wait()
 
 
+def test_a_run_that_failed_can_be_started_again_in_the_same_process(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Where the error is kept, as a notebook does."""
+    kept = []
+    for place in ("pretrain.train.read_ahead", "pretrain.run_setup.build_optimizers"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError) as caught:
+            patch.setattr(place, lambda *_: 1 / 0)
+            train_here(prepared, tmp_path)
+        kept.append(caught)
+    train_here(prepared, tmp_path)
+    assert_same_run(tmp_path, straight)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_no_space_left_keeps_the_checkpoints_before(
     prepared: Path, straight: Path, tmp_path: Path, processes: int
