@@ -99,6 +99,36 @@ def test_ranks_wait_for_the_first_check_of_a_store_however_long_it_takes(
     assert (tmp_path / "data/checked.json").exists()
 
 
+CHECK = """
+import os, sys
+machines, damaged = sys.argv[1:]
+if machines == "2":
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+from accelerate import PartialState
+from data_pipeline.common.errors import UserError, run_command
+from pretrain.processes import check_on_each_machine
+
+def check():
+    print("checked by", os.environ["RANK"], flush=True)
+    if os.environ["RANK"] == damaged:
+        raise UserError("the store of this machine is damaged")
+
+PartialState(cpu=True)
+run_command(lambda: check_on_each_machine(check))
+"""
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_one_rank_of_each_machine_checks_its_store_and_damage_stops_all(machines: int) -> None:
+    for damaged in ("none", str(machines - 1)):
+        done = fork(*[["-c", CHECK, str(machines), damaged]] * 2)
+        checked = [line for line in done.stdout.splitlines() if "checked by" in line]
+        assert sorted(checked) == [f"checked by {rank}" for rank in range(machines)]
+        said = [line for line in done.stderr.splitlines() if "error: " in line]
+        assert len(said) == (damaged != "none") and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == (0 if damaged == "none" else 2)
+
+
 def test_a_single_process_says_nothing_of_ranks(prepared: Path, tmp_path: Path, capsys) -> None:
     train_here(prepared, tmp_path, "train.max_steps=1", "train.warmup_steps=0")
     assert "ranks:" not in capsys.readouterr().out

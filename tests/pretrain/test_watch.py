@@ -1,7 +1,9 @@
 """A rank that dies, stops or hangs is named by the others, with stacks, and a launcher can have the
 run go on."""
 
+import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -125,12 +127,13 @@ def test_a_rank_that_is_behind_is_named() -> None:
     )
 
 
-KILL_ONCE = """
-import os, runpy, signal
+KILLED = """
+import json, os, runpy, signal
 import pretrain.train as loop
+kills = json.loads(os.environ["KILLS"]).get(os.environ["TORCHELASTIC_RESTART_COUNT"])
 real = loop.dropout_seed
 def planted(seed, step, number):
-    if step == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if [step, os.environ["RANK"]] == kills:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(seed, step, number)
 loop.dropout_seed = planted
@@ -138,21 +141,47 @@ runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
 """
 
 
-def test_a_launcher_that_may_restart_has_the_run_go_on_to_the_same_end(
-    prepared: Path, tmp_path: Path
-) -> None:
-    assert run(prepared, tmp_path / "whole", *OPTIONS[:1], processes=2).returncode == 0
-    (tmp_path / "main.py").write_text(KILL_ONCE)
-    launch = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone".split()
-    words = [str(tmp_path / "main.py"), *command(prepared, tmp_path / "killed", *OPTIONS[:1])[2:]]
+@pytest.fixture(scope="module")
+def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(prepared, folder, *OPTIONS[:1], processes=2).returncode == 0
+    return folder
+
+
+def assert_restarts(prepared: Path, whole: Path, folder: Path, kills: list[list]) -> None:
+    """The launcher restarts a run whose ranks are killed, [step, rank] in each start but the last,
+    and it ends as the whole one does."""
+    folder.mkdir(exist_ok=True)
+    (folder / "main.py").write_text(KILLED)
+    launch = f"-m torch.distributed.run --nproc-per-node 2 --max-restarts {len(kills)} --standalone"
+    words = [folder / "main.py", *command(prepared, folder / "run", *OPTIONS[:1])[2:]]
+    env = {"KILLS": json.dumps(dict(enumerate(kills))), "PYTHONPATH": str(ROOT)}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *launch, *words],
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        [sys.executable, *launch.split(), *map(str, words)],
+        env=os.environ | env,
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = error_lines(done.stderr)
-    assert line.startswith("rank 1 on ")
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    lines = error_lines(done.stderr)
+    assert [line[:7] for line in lines] == [f"rank {rank} " for _, rank in kills], lines
+    assert_same_run(whole, folder / "run")
+
+
+def test_a_launcher_that_may_restart_has_the_run_go_on_to_the_same_end(
+    prepared: Path, whole: Path, tmp_path: Path
+) -> None:
+    assert_restarts(prepared, whole, tmp_path, [[6, "1"]])
+
+
+@pytest.mark.slow
+def test_ten_runs_that_are_killed_in_three_starts_each_go_on_to_the_same_end(
+    prepared: Path, whole: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    for number in range(10):
+        steps = sorted(draw.sample(range(2, 12), 3))  # each start does something
+        kills = [[step, draw.choice("01")] for step in steps]
+        assert_restarts(prepared, whole, tmp_path / str(number), kills)

@@ -1,15 +1,27 @@
 """A disk that is full, or that cannot be written: one line, and the same command goes on later."""
 
 import errno
+import gzip
+import math
 import os
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import ROOT, contents, fork
+
+from data_pipeline.build.prepare import check_disk, prepare
+from data_pipeline.build.stages import Work
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import remove_entries, size_of
+from data_pipeline.config import DataConfig, load_config
+from pretrain.config import Config
+from pretrain.run_setup import check_resources
 
 # A file system of a size, in a namespace of its own; tests of it are left out where that is not
 # allowed, and limits of the size of a file stand for them.
@@ -89,6 +101,62 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_work(
     said = capfd.readouterr().err
     assert end.value.code == 2 and said.count("error:") == 1
     assert f"{tmp_path / 'new'}, and the disk has 0 MB free; free some, or choose another" in said
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_a_preparation_takes_the_disk_that_it_asks_for_and_is_refused_a_byte_below(
+    prepared: Path, tmp_path: Path, monkeypatch, pack
+) -> None:
+    """At least so much is asked for, and at most a third of what is taken."""
+    name, data_dir = tmp_path / ("a.txt.gz" if pack is gzip.compress else "a.txt"), tmp_path / "new"
+    name.write_bytes(pack((prepared / "topics.txt").read_bytes() * 8))
+    asked, taken = [], []
+
+    def note(folder: Path, wanted: float, *others) -> None:
+        asked.append(wanted)
+
+    def measure(folder: Path, _) -> None:
+        taken.append(size_of(data_dir))
+        remove_entries(folder, _)
+
+    options = [f"data_dir={data_dir}", f"corpus.files={name}"]
+    config = load_config(DataConfig, str(prepared / "config.yaml"), options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data_pipeline.build.prepare.check_space", note)
+        patch.setattr("data_pipeline.build.stages.remove_entries", measure)
+        prepare(config, workers=1)
+    assert asked[0] < max(taken) < 3 * asked[0]
+    assert_asked_for(asked[0], monkeypatch, lambda: check_disk(Work(replace_dir(config, tmp_path))))
+
+
+def test_a_run_takes_the_disk_that_it_asks_for_and_is_refused_a_byte_below(
+    prepared: Path, straight: Path, tmp_path: Path, monkeypatch
+) -> None:
+    asked = []
+    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={tmp_path / 'run'}"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pretrain.run_setup.check_space", lambda _, wanted, *__: asked.append(wanted))
+        check_resources(config, 1024)
+    kept = [size_of(path) for path in (straight / "checkpoints").iterdir()]
+    assert len(kept) == 2
+    assert asked[0] == pytest.approx(1.5 * sum(kept), rel=0.05)  # and one in work
+    assert_asked_for(asked[0], monkeypatch, lambda: check_resources(config, 1024))
+
+
+def assert_asked_for(wanted: float, monkeypatch, check: Callable[[], None]) -> None:
+    """A disk with so many bytes free is enough, and one with a byte less is refused."""
+    usage = namedtuple("usage", "total used free")
+    for free in (math.ceil(wanted), math.ceil(wanted) - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage(10**12, 0, free))
+        if free >= wanted:
+            check()
+        else:
+            with pytest.raises(UserError, match="free some, or choose another"):
+                check()
+
+
+def replace_dir(config: DataConfig, folder: Path) -> DataConfig:
+    return replace(config, data_dir=str(folder / "another"))
 
 
 @pytest.mark.parametrize(
