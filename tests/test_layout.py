@@ -230,6 +230,19 @@ def test_every_version_that_is_pinned_has_its_hashes() -> None:
     assert {name for name, _ in entries} == {pin for pin in pins if not pin.startswith("torch==")}
 
 
+@pytest.mark.slow
+def test_pip_accepts_all_of_these_hashes() -> None:
+    options = (
+        "install --dry-run --ignore-installed --no-deps --require-hashes -r hashes.txt".split()
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *options], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("Would install")]
+    assert len(line.split()) - 2 > 80  # but those that this system has no use for
+
+
 def read_lines(name: str) -> list[str]:
     return (ROOT / name).read_text().splitlines()
 
