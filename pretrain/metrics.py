@@ -14,7 +14,9 @@ from torch import Tensor
 from data_pipeline.sampling.batches import Batch
 
 # dense bf16 FLOP/s, from NVIDIA's data sheets
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12}
+PEAK_FLOPS |= {"L40S": 362e12, "L4": 121e12}
+PEAK_FLOPS_OF_CARDS = {("H100", "PCIe"): 756e12, ("H100", "NVL"): 835e12}  # slower than SXM
 
 
 def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]:
@@ -61,6 +63,9 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     words = re.findall(r"\w+", torch.cuda.get_device_name(device))  # as in NVIDIA A100-SXM4-80GB
+    for names, flops in PEAK_FLOPS_OF_CARDS.items():
+        if set(names) <= set(words):
+            return flops
     return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
 
 
@@ -77,7 +82,7 @@ class Clock:
 
     def reset(self) -> None:
         """Start a new interval."""
-        self.started, self.waited = time.perf_counter(), 0.0
+        self.started, self.waited, self.away = time.perf_counter(), 0.0, 0.0
         self.tokens = self.sequences = self.flops = 0
 
     def waiting(self, steps: Iterable[tuple[list[Batch], int]]) -> Iterator[list[Batch]]:
@@ -99,7 +104,8 @@ class Clock:
         """Exclude the time inside from the rates."""
         before = time.perf_counter()
         yield
-        self.started += time.perf_counter() - before
+        seconds = time.perf_counter() - before
+        self.started, self.away = self.started + seconds, self.away + seconds
 
     def speed(self) -> dict[str, float]:
         """Compute the rates since the last call and start a new interval."""
@@ -109,6 +115,7 @@ class Clock:
             "perf/sequences_per_second": self.sequences * self.world_size / seconds,
             "perf/tflops": 1e-12 * self.flops * self.world_size / seconds,
             "perf/data_wait": self.waited / seconds,
+            "perf/paused": self.away / (self.away + seconds),
             "perf/memory_gb": peak_memory() / 1e9,
         }
         if self.peak:

@@ -9,12 +9,13 @@ of processes.
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from data_pipeline.config import check
@@ -83,7 +84,7 @@ def share_matrices(function: Callable[[Tensor], Tensor], stack: Tensor, like: Te
     if isinstance(like, DTensor):
         mesh, place = like.device_mesh, Shard(1)
     elif dist.is_initialized() and dist.get_world_size() > 1:
-        mesh = init_device_mesh(stack.device.type, (dist.get_world_size(),))
+        mesh = mesh_of(stack.device.type, dist.group.WORLD)
     else:
         return function(stack)
     stride = (shape[1] * shape[2], shape[2], 1)
@@ -95,6 +96,12 @@ def share_matrices(function: Callable[[Tensor], Tensor], stack: Tensor, like: Te
         return whole.redistribute(placements=[after]).to_local()
 
     return move(function(move(stack, place, Shard(0))), Shard(0), place)
+
+
+@lru_cache(maxsize=1)  # building one takes a millisecond, which Muon would wait in each step
+def mesh_of(device: str, group: dist.ProcessGroup) -> DeviceMesh:
+    """Build the mesh of all processes of the default group."""
+    return init_device_mesh(device, (group.size(),))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -404,10 +404,15 @@ def leave_group(run: Run) -> None:
 def read_steps(
     phases: list[Phase], sources: list[BatchSource], start: int, rank: int, world_size: int
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of one rank for each step from `start` to the end."""
-    for phase, source in zip(phases, sources, strict=True):
+    """Yield the micro-batches of one rank for each step from `start` to the end.
+
+    A thread draws the first pairs of the next phase in the second half of one.
+    """
+    for phase, source, following in zip(phases, sources, [*sources[1:], None], strict=True):
         sizes = (phase.train.global_batch_size, phase.train.micro_batch_size)
         for step in range(max(start, phase.start), phase.end):
+            if following and 2 * step >= phase.start + phase.end:
+                following.start_part(0)
             yield source.step(step - phase.start, *sizes, rank, world_size)
         source.free_pairs()  # the phase is over
 

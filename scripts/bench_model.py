@@ -34,6 +34,7 @@ from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import peak_flops
 from pretrain.models.bert import PretrainingModel
 from pretrain.optim import build_optimizers
+from pretrain.train import update, zero_gradients
 
 SIZES = {  # fields of the section `model`
     name: {"num_hidden_layers": n, "hidden_size": d, "num_attention_heads": d // 64}
@@ -245,10 +246,12 @@ def fill_up(batch: Batch, length: int) -> Batch:
     )
 
 
-def ours(task: Task, bf16: bool) -> Step:
+def ours(task: Task, bf16: bool, optimizer: str = "adamw") -> Step:
     torch.manual_seed(0)
     model = PretrainingModel(task.model, len(task.vocabulary)).to(task.device)
-    optimizers = build_optimizers(model, TrainConfig())
+    optimizers = build_optimizers(
+        model, TrainConfig(optimizer=optimizer), torch.bfloat16 if bf16 else torch.float32
+    )
     batches = [batch.to(task.device) for batch in task.batches]
     if task.device.type == "cuda":
         model.compile_layers()
@@ -260,10 +263,9 @@ def ours(task: Task, bf16: bool) -> Step:
         with torch.autocast(task.device.type, torch.bfloat16, enabled=bf16):
             rows = model(batch)
         (rows[:, 0] / rows[:, 2]).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        update(optimizers, 1e-4, norm.view(1))
+        zero_gradients(optimizers)
         return len(batch.input_ids)
 
     return step
@@ -282,7 +284,8 @@ def peer(task: Task, bf16: bool, tuned: bool = True, attention: str = "sdpa") ->
     model.train()
     run, batches = model, [padded(batch, task.length) for batch in task.batches]
     if task.device.type == "cuda":
-        run = torch.compile(model, dynamic=False)  # of one shape: eager after eight others
+        # of one shape: eager after eight others; but flash_attn cuts its batches itself
+        run = torch.compile(model, dynamic=None if attention == "flash_attention_2" else False)
     elif tuned:
         batches = of_similar_length(batches)
     batches = [{n: v.to(task.device) for n, v in batch.items()} for batch in batches]
@@ -342,6 +345,7 @@ def measure_alone(
     """
     cuda = task.device.type == "cuda"
     torch._dynamo.reset()  # the graphs of the side before count towards the same limits
+    gc.collect()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     step, found = build(task, bf16=True, **options), []
@@ -412,14 +416,18 @@ def speeds(config: Path, model: dict, train: dict, others: dict, processes: int)
         return [line for line in lines if "perf/tokens_per_second" in line][1:]
 
 
-def train_steps(data_dir: Path, size: str, length: int, steps: int = 120) -> list[dict]:
-    """Train without dropout on a GPU; returns the logged metrics without the warm-up line."""
+def train_steps(
+    data_dir: Path, size: str, length: int, dropout: float = 0.0, steps: int = 120
+) -> list[dict]:
+    """Train on a GPU, with a checkpoint every 20 steps; returns the logged metrics without the
+    warm-up line."""
     rows = count_rows(size, length, "cuda")
-    model = SIZES[size] | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    model = SIZES[size] | {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     train = {"global_batch_size": rows, "micro_batch_size": rows, "max_steps": steps}
     train |= {"phases": [], "warmup_steps": 10, "log_every": steps // 6, "eval_examples": 64}
-    train |= {"eval_every": 10 * steps, "save_every": 10 * steps}
+    train |= {"eval_every": 10 * steps, "save_every": steps // 6}
     others = {"data_dir": data_dir, "data.max_seq_length": length}
+    others |= {"data.max_predictions_per_seq": "null"}  # as many as a bare step has
     return speeds(ROOT / "configs/bert_base.yaml", model, train, others, 1)
 
 

@@ -10,7 +10,7 @@ from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
 from pretrain.config import ModelConfig, TrainConfig
-from pretrain.metrics import Clock, to_metrics
+from pretrain.metrics import Clock, peak_flops, to_metrics
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import lay_out
 from pretrain.objectives import ROW, MaskedLM, SentencePairs, objectives_of
@@ -417,3 +417,33 @@ def test_speed_counts_real_tokens_of_all_processes_and_mfu_those_of_one_card() -
     assert speed["perf/tflops"] == pytest.approx(1500 * 4 / 10 / 1e12, rel=0.01)
     assert speed["perf/mfu"] == pytest.approx(1500 / 10 / 1e6, rel=0.01)
     assert 1e7 < speed["perf/memory_gb"] * 1e9 < 1e12
+
+
+def test_what_pauses_a_run_is_a_share_of_its_time_and_none_of_its_rates(monkeypatch) -> None:
+    times = iter([0.0, 10.0, 14.0, 20.0, 20.0, 25.0, 25.0])
+    monkeypatch.setattr("pretrain.metrics.time.perf_counter", lambda: next(times))
+    clock = Clock(world_size=1)
+    clock.tokens = 160
+    with clock.paused():  # from 10 to 14
+        pass
+    speed = clock.speed()
+    assert speed["perf/paused"] == pytest.approx(4 / 20)
+    assert speed["perf/tokens_per_second"] == pytest.approx(160 / 16)
+    assert clock.speed()["perf/paused"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_card_is_that_of_its_kind(monkeypatch, name: str, peak: float | None) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == peak

@@ -54,6 +54,18 @@ def steps_of(config: Config, store: TokenStore, start: int = 0, rank: int = 0, s
     return list(read_steps(phases, build_sources(phases, store), start, rank, size))
 
 
+def test_the_first_pairs_of_a_phase_are_drawn_in_the_second_half_of_the_one_before(
+    prepared: Path, store: TokenStore
+) -> None:
+    phases = phases_of(load(prepared, CONTINUED))
+    for start in (0, 5, 7, 9):
+        first, second = build_sources(phases, store)
+        assert not second.drawn_parts
+        for step, _ in enumerate(read_steps(phases, [first, second], start, 0, 1), start):
+            assert list(second.drawn_parts) == ([0] if step >= 4 else [])
+            assert bool(first.drawn_parts) == (step < 8)
+
+
 @pytest.fixture(scope="module")
 def straight(prepared: Path, tmp_path_factory) -> Path:
     """The run folder of an uninterrupted run of two phases, 8 + 4 steps."""

@@ -59,6 +59,40 @@ def test_attention_that_is_a_little_off_is_found(tmp_path, monkeypatch) -> None:
     assert not check.is_gpu and check.is_wrong
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_rows_that_a_kernel_leaves_unwritten_are_found(tmp_path, monkeypatch, which: int) -> None:
+    """In the output, or in the gradient: NaN is no maximum."""
+
+    def spoil(*arguments):
+        found = list(with_gradient(*arguments))
+        found[which] = found[which].index_fill(0, torch.tensor([3]), torch.nan)
+        return tuple(found)
+
+    with_gradient = gpu_check.with_gradient
+    monkeypatch.setattr(gpu_check, "DRAWS", 2)
+    monkeypatch.setattr(
+        gpu_check,
+        "with_gradient",
+        lambda path, *a, **o: (
+            spoil(path, *a) if path is gpu_check.attend_padded else with_gradient(path, *a, **o)
+        ),
+    )
+    check = Check(torch.device("cpu"), tmp_path)
+    check_attention(check)
+    wrong = {row["name"] for row in check.rows if row["verdict"] == "WRONG"}
+    assert {name.partition(":")[0] for name in wrong} >= {
+        "attend_padded, float32",
+        "attend_padded, bfloat16",
+    }
+
+
+def test_a_machine_without_a_card_is_told_so(prepared, tmp_path) -> None:
+    words = [str(ROOT / "scripts/gpu_check.py"), "--data", str(prepared / "data")]
+    done = fork([*words, "--out", str(tmp_path / "found.json")], CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "torch finds no GPU here; --device cpu" in done.stderr
+
+
 def test_full_sequences_have_the_masks_of_those_they_repeat(prepared) -> None:
     task = gpu_check.make_task(prepared / "data", "tiny", 64, "cpu", is_full=True, count=1)
     (batch,) = task.batches
