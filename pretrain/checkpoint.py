@@ -45,6 +45,7 @@ STATE = {  # shape of state.json of any schema
     "evaluation_due?": bool,
     "micro_batch_size?": COUNT,
     "part_sizes?": [[COUNT]],
+    "longest?": [COUNT],
     "monitor?": MONITOR,
     "restarted?": bool,
 }

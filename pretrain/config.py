@@ -458,6 +458,24 @@ class Phase:
     `decay_steps` describe its schedule, in steps."""
 
 
+def trained_positions(length: int, longest: int) -> int:
+    """Tell how many positions a phase trains: those of its longest sequence, up to a multiple of
+    8; `length` is its setting."""
+    return min(length, -(-longest // 8) * 8)
+
+
+def longest_trained(config: Config, state: dict) -> int:
+    """Tell how many positions the steps up to a checkpoint have trained, by its `state`."""
+    phases = phases_of(config)
+    lengths = [phase.data.max_seq_length for phase in phases]
+    known = state.get("longest", lengths)  # an earlier version did not keep it
+    return max(
+        trained_positions(length, longest)
+        for phase, length, longest in zip(phases, lengths, known, strict=False)
+        if phase.start < max(state["step"], 1)
+    )
+
+
 def phases_of(config: Config) -> list[Phase]:
     """Resolve the phases of a run, in order; a run without `train.phases` has one."""
     train = replace(config.train, phases=[])

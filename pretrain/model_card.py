@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from data_pipeline.config import SourceConfig
-from pretrain.config import Config, Phase, phases_of
+from pretrain.config import Config, Phase, longest_trained, phases_of
 
 PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
     "nsp": (
@@ -77,7 +77,7 @@ def model_card(
         "## Training data\n\n" + training_data(config, manifest),
         "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
         "## Evaluation\n\n" + evaluation(state["evaluation"], config.data.objective),
-        "## Limits\n\n" + limits(config, phases, lowercase, positions, state["evaluation"]),
+        "## Limits\n\n" + limits(config, state, lowercase, positions),
         "## Provenance\n\n" + provenance(state["fingerprint"]),
     ]
     return "\n".join(sections)
@@ -279,10 +279,8 @@ def evaluation(metrics: dict, objective: str) -> str:
     )
 
 
-def limits(
-    config: Config, phases: list[Phase], lowercase: bool, positions: int, metrics: dict
-) -> str:
-    longest = max(phase.data.max_seq_length for phase in phases)
+def limits(config: Config, state: dict, lowercase: bool, positions: int) -> str:
+    longest, metrics = longest_trained(config, state), state["evaluation"]
     dropout, model = config.export.dropout, config.model
     known = max(longest, model.max_position_embeddings) if config.init_from else longest
     further = ""

@@ -82,7 +82,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         operations = model.count_flops(sample)
         epochs, of_what = describe_epochs(source, steps * size, tokens, assumed)
         total += operations / len(sample.next_sentence_label) * steps * size
-        fed.append(tokens * phase.train.micro_batch_size)
+        fed.append(phase.data.max_seq_length * phase.train.micro_batch_size)  # at most
         rows[f"phase {i}" if len(phases) > 1 else "the run"] = (
             f"{steps:,} steps of {size:,} sequences, {of_what}; "
             f"{operations / len(sample.input_ids):.3g} FLOPs a token"

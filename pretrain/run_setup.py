@@ -26,7 +26,7 @@ from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers
-from pretrain.config import Config, Phase, count_kept, phases_of
+from pretrain.config import Config, Phase, count_kept, phases_of, trained_positions
 from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut, sample_counts
 from pretrain.export_folder import check_export_folder
@@ -118,6 +118,7 @@ def set_up(config: Config) -> Run:
     check_ranks_agree(config, fingerprint, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = load_resume_state(run_dir, fingerprint, settings, accelerator)
+    state["longest"] = [source.longest for source in sources]
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # empty in a new run
         if sizes[:1] == source.part_sizes[:1]:  # else the phase had other settings, and lies ahead
             source.recall_sizes(sizes)
@@ -174,6 +175,8 @@ def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, l
                 f"({'; '.join(differences)}), and is taken as it is"
             )
         )
+    for line in list_short(phases, sources):
+        PartialState().print(red(f"warning: {line}"))
     if shortfall := held_out_shortfall(store.manifest):
         PartialState().print(red(f"warning: {shortfall}"))
     return store, sources
@@ -198,9 +201,23 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
     sources = [BatchSource(store, phase.data, phase.seed) for phase in phases]
     for phase, source in zip(phases, sources, strict=True):
         source.part_size(0)
+        source.find_longest()
         if phase.start:
             source.free_pairs()  # drawn again when the phase starts; takes 3.3 bytes per token
     return sources
+
+
+def list_short(phases: list[Phase], sources: list[BatchSource]) -> list[str]:
+    """Describe the lengths of phases that no sequence comes near to, without repetitions."""
+    lengths = [
+        (phase.data.max_seq_length, one.longest) for phase, one in zip(phases, sources, strict=True)
+    ]
+    return [
+        f"no sequence has more than {longest} of {length} tokens, so the export has positions for "
+        "no more; lower max_seq_length, or have longer documents"
+        for length, longest in dict.fromkeys(lengths)
+        if trained_positions(length, longest) < length
+    ]
 
 
 def check_resources(config: Config, vocab_size: int) -> None:

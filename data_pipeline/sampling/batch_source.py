@@ -58,6 +58,7 @@ class BatchSource:
         self.max_tokens = data.max_seq_length - SPECIALS[data.objective]
         self.segments = self.cut(store) if self.n_parts == 1 else None
         self.part_sizes: list[int] = []  # examples in each part
+        self.longest = data.max_seq_length  # tokens of a sequence, at most
         self.drawn_parts: dict[int, Future] = {}  # at most two: a step may need the next one
         self.built: tuple[tuple, Batch] | None = None  # what the batch is for, and the batch
 
@@ -114,6 +115,12 @@ class BatchSource:
             pairs[start] = view.in_store(pairs[start])
             pairs[end] = pairs[start] + length
         return pairs
+
+    def find_longest(self) -> None:
+        """Set `longest` by the first epoch part: short documents may give no full sequence."""
+        pairs = self.epoch_part(0)
+        of_a, of_b = (pairs[f"{s}_end"] - pairs[f"{s}_start"] for s in "ab")
+        self.longest = int((of_a + of_b + 2 + (of_b > 0)).max())
 
     def part_size(self, number: int) -> int:
         while len(self.part_sizes) <= number:

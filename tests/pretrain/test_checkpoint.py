@@ -273,6 +273,7 @@ def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_stays(
 ) -> None:
     """A link to itself is of no user that may read it, not even of root."""
     path = run_dir / "checkpoints/step-00000012/model.safetensors"
+    data = path.read_bytes()
     path.unlink()
     path.symlink_to(path)
     names = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
@@ -284,6 +285,8 @@ def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_stays(
     def fail(path: Path) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
+    path.unlink()
+    path.write_bytes(data)
     monkeypatch.setattr("pretrain.checkpoint.hash_file", fail)
     with pytest.raises(UserError, match="step-00000012 cannot be read: Input/output error"):
         train_here(prepared, run_dir)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -26,11 +27,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import pretrain.export
+from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.config import DataConfig, PairsConfig, load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
-from data_pipeline.sampling.vocabulary import Vocabulary
+from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from data_pipeline.vocabulary.existing import write_whole
 from pretrain.checkpoint import hash_file, load_model, save_checkpoint
 from pretrain.config import Config, ModelConfig
@@ -707,6 +709,30 @@ def test_only_trained_positions_are_exported_unless_more_are_asked_for(
         assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == wanted
         card = (tmp_path / "out/README.md").read_text()
         assert ("Positions 65 to 150 continue" in card) == (wanted == 150)
+
+
+def test_no_more_positions_are_exported_than_the_longest_document_has(
+    prepared, tmp_path, capsys
+) -> None:
+    lines = (prepared / "topics.txt").read_text().split(". ")
+    short = [line for line in lines if len(line.split()) < 12][:600]
+    (tmp_path / "short.txt").write_text("\n".join(short))
+    options = [f"data_dir={tmp_path}/data", f"corpus.files={tmp_path}/short.txt"]
+    options += ["corpus.layout=line", "vocab.size=400"]
+    options += ["data.objective=none", "data.max_seq_length=128"]
+    prepare(load_config(DataConfig, str(prepared / "config.yaml"), options), workers=1)
+    train_here(prepared, tmp_path / "run", *options, "train.max_steps=2", "train.warmup_steps=1")
+    store = TokenStore.open(
+        tmp_path / "data/store", "train", read_vocabulary(tmp_path / "data/vocab")
+    )
+    longest = int(np.diff(store.sentence_offsets[store.document_offsets]).max()) + 2
+    wanted = -(-longest // 8) * 8
+    assert 8 < wanted < 100
+    assert f"no sequence has more than {longest} of 128 tokens" in capsys.readouterr().out
+    config = json.loads((tmp_path / "run/export/config.json").read_text())
+    assert config["max_position_embeddings"] == wanted
+    card = (tmp_path / "run/export/README.md").read_text()
+    assert f"No sequence in training was longer than {wanted} tokens" in card
 
 
 def test_fine_tuning_has_dropout_unless_the_config_says_otherwise(prepared, tmp_path) -> None:
