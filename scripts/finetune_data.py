@@ -26,6 +26,7 @@ COLUMNS = {
 }
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
+MOST_WORDS = 10_000  # of a sentence
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)")  # above a sentence of a CoNLL file
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
 SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
@@ -287,6 +288,11 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
         elif len(cells) > 1 and len(cells) >= max(word, tag) and cells[tag - 1].strip():
             words.append(cells[word - 1])
             tags.append(cells[tag - 1].strip())
+            check(
+                len(words) <= MOST_WORDS,
+                f"{path}:{start}: a sentence of more than {MOST_WORDS:,} words; a line has a word "
+                "and its tag, and a blank line ends a sentence",
+            )
         else:
             raise UserError(f"{path}:{number}: wanted a word, a tab and a tag, found {line!r:.60}")
 

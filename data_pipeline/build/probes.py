@@ -68,11 +68,25 @@ def read_file(path: Path) -> list[MinimalPair]:
     check(path.suffix in SUFFIXES, f"{path} is neither of the formats of minimal pairs: {wanted}")
     lines = read_utf8(path, "convert it").split("\n")
     parse = parse_blimp if path.suffix == ".jsonl" else parse_tsv
-    return [
+    pairs = [
         parse(line, path.stem, f"{path} line {number}")
         for number, line in enumerate(lines, 1)
         if line.strip() and not (number == 1 and line.strip().lower() in HEADERS)
     ]
+    strange = [pair for pair in pairs if not are_alike(pair.good, pair.bad)]
+    if 2 * len(strange) > len(pairs):
+        good, bad = strange[0].good, strange[0].bad
+        raise UserError(
+            f"{path} has no minimal pairs: {good!r:.60} and {bad!r:.60} have no word in common; "
+            f"give {wanted}"
+        )
+    return pairs
+
+
+def are_alike(a: str, b: str) -> bool:
+    """Tell whether two texts share a word, or a character where neither has blanks."""
+    a, b = a.lower(), b.lower()
+    return bool(set(a.split()) & set(b.split()) if " " in a + b else set(a) & set(b))
 
 
 def parse_blimp(line: str, paradigm: str, place: str) -> MinimalPair:

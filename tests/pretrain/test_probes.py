@@ -224,3 +224,24 @@ def test_a_rank_without_the_probes_of_the_others_is_named(probed: Path, tmp_path
     done = run(probed, tmp_path, *TWO_STEPS, processes=2, rank_1=other)
     assert done.returncode == 2
     assert "different config or data: eval.probes is" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "A good film .\t1\nA bad one .\t0\n",
+        "sentence\tlabel\nA good film .\tpositive\nA bad one .\tnegative\n",
+        "很好\t正面\n",
+    ],
+)
+def test_sentences_with_labels_are_no_minimal_pairs(tmp_path: Path, rows: str) -> None:
+    (tmp_path / "a.tsv").write_text(rows, encoding="utf-8")
+    with pytest.raises(UserError, match="have no word in common; give .jsonl"):
+        read_pairs([str(tmp_path / "a.tsv")])
+
+
+def test_pairs_of_single_words_and_some_that_share_nothing_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text(
+        "geese\tgooses\n他看书\t他书看\nI am\tYou are\n", encoding="utf-8"
+    )
+    assert len(read_pairs([str(tmp_path / "a.tsv")])) == 3

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import ROOT, write_tasks
 from sklearn import metrics as peer
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import VocabConfig
@@ -134,11 +134,17 @@ def test_a_frozen_model_is_probed_for_each_task(
 
 
 @pytest.mark.parametrize("pool", ["pooler", "cls", "mean", "last4"])
-def test_what_a_sentence_is_judged_by_is_what_its_name_says(pool, exported, tasks) -> None:
+def test_what_a_sentence_is_judged_by_is_what_its_name_says(
+    pool, exported, tasks, tmp_path
+) -> None:
     """Against the states of the encoder, one sentence at a time, without padding."""
     examples = read_examples(tasks / "pairs/dev.tsv", "classification", {})[:5]
     task, tokenizer = TASKS["classification"](examples), AutoTokenizer.from_pretrained(exported)
     units = task.encode(examples, tokenizer, 64)
+    if pool == "last4":  # of five
+        config = AutoConfig.from_pretrained(exported, num_hidden_layers=5)
+        exported = shutil.copytree(exported, tmp_path / "five", ignore=lambda *_: ["export.json"])
+        AutoModel.from_config(config).save_pretrained(exported)
     network = build_network(exported, False, task, pool, 0.0, 0).eval()
     encoder = AutoModel.from_pretrained(exported).eval()
     with torch.no_grad():
@@ -151,7 +157,7 @@ def test_what_a_sentence_is_judged_by_is_what_its_name_says(pool, exported, task
                 "pooler": one.pooler_output[0],
                 "cls": one.last_hidden_state[0, 0],
                 "mean": one.last_hidden_state[0].mean(0),
-                "last4": torch.stack(one.hidden_states[1:]).mean(0)[0].mean(0),  # all two
+                "last4": torch.stack(one.hidden_states[2:]).mean(0)[0].mean(0),
             }[pool]
             torch.testing.assert_close(row, wanted, atol=1e-5, rtol=1e-4)
 
@@ -985,3 +991,9 @@ def test_words_that_come_twice_articles_and_case_count_as_in_the_published_scrip
     assert ours.answer_scores([["NBA球队"]], ["nba球队"], chinese=True)["exact_match"] == 1
     # a common run has no gap: 北京 or 大学, and not the four that both have in this order
     assert math.isclose(ours.cmrc_f1("北京的大学", "北京和大学"), 2 * 2 / 10)
+
+
+def test_a_file_without_ends_of_sentences_is_no_conll(tmp_path: Path) -> None:
+    (tmp_path / "a.conll").write_text("A good film .\t1\n" * 10_001)
+    with pytest.raises(UserError, match="a.conll:1: a sentence of more than 10,000 words"):
+        read_examples(tmp_path / "a.conll", "tagging", {})

@@ -226,7 +226,7 @@ def test_a_sentence_without_tokens_is_named(straight) -> None:
 
 
 def test_an_error_is_one_line(straight, tmp_path) -> None:
-    (tmp_path / "a.tsv").write_text("good\t" + "word " * 600 + "\n")
+    (tmp_path / "a.tsv").write_text("word\t" + "word " * 600 + "\n")
     done = run("--model", straight / "export", "--data", tmp_path / "a.tsv")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
