@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
@@ -218,6 +219,13 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         lost = sum(unit.target is None for unit in units)
         words += f", {lost:,} windows without a known answer" if lost else ""
         print(f"{words}; {full:.1%} fill {args.max_length} tokens")
+        if args.task == "tagging":
+            tags = Counter(tag for example in part for tag in example.label)
+            if unknown := [tag for tag in tags if tag not in task.labels]:
+                number, few = sum(tags[tag] for tag in unknown), ", ".join(unknown[:3])
+                print(
+                    f"note: {number:,} words have tags that {args.train} lacks ({few}): all wrong"
+                )
     return splits, task
 
 

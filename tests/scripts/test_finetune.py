@@ -993,6 +993,17 @@ def test_words_that_come_twice_articles_and_case_count_as_in_the_published_scrip
     assert math.isclose(ours.cmrc_f1("北京的大学", "北京和大学"), 2 * 2 / 10)
 
 
+def test_tags_that_training_lacks_are_told(exported, tasks, tmp_path, monkeypatch, capsys) -> None:
+    other = shutil.copytree(tasks, tmp_path / "tasks")
+    path = other / "ner/dev.conll"
+    path.write_text(re.sub(r"\t(B|I)-\S+", "\tB-NEW", path.read_text()))
+    found = run(monkeypatch, exported, "tagging", other, tmp_path / "out", QUICK)
+    assert found["systems"]["pretrained"]["dev"]["f1"]["mean"] == 0
+    said = capsys.readouterr().out
+    assert re.search(r"note: \d+ words have tags that \S+train.conll lacks \(B-NEW\): all", said)
+    assert said.count("note: ") == 1
+
+
 def test_a_file_without_ends_of_sentences_is_no_conll(tmp_path: Path) -> None:
     (tmp_path / "a.conll").write_text("A good film .\t1\n" * 10_001)
     with pytest.raises(UserError, match="a.conll:1: a sentence of more than 10,000 words"):
