@@ -77,9 +77,7 @@ def test_a_skipped_step_is_skipped_again_on_resume_and_its_losses_counted_in_nei
     plant(monkeypatch, store, 2, 6, 9)
     train_here(prepared, tmp_path / "a")
     assert all(math.isfinite(line.get("train/loss", 0)) for line in metrics(tmp_path / "a"))
-    (tmp_path / "b").mkdir()
-    for name in ("checkpoints", "metrics.jsonl"):
-        (tmp_path / "a" / name).rename(tmp_path / "b" / name)
+    (tmp_path / "a").rename(tmp_path / "b")
     train_here(prepared, tmp_path / "a")
     for path in (tmp_path / "b/checkpoints").glob("step-00000012"):
         path.rename(tmp_path / "last")
