@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import ROOT, fork, metrics, newest, run, train_here
+from helpers import NO_DROPOUT, ROOT, command, fork, metrics, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
 from pretrain.sharding import asks_for_shards, clip_gradients
@@ -49,6 +49,35 @@ def test_a_run_in_shards_is_that_of_one_process_which_can_go_on_with_it(
     assert (tmp_path / "four/export/model.safetensors").exists()
     train_here(prepared, half_of(tmp_path / "four", tmp_path / "then one"), *options)
     assert_near(tmp_path / "one", tmp_path / "then one")
+
+
+COMPILED_RUN = """
+import runpy
+from pretrain.models.bert import PretrainingModel
+PretrainingModel.compile_layers.__defaults__ = ("aot_eager",)
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("env", [SHARDS, {}], ids=["FSDP2", "DDP"])
+def test_a_compiled_run_of_two_processes_is_the_plain_one(
+    prepared: Path, tmp_path: Path, env: dict[str, str]
+) -> None:
+    """As on GPUs, where layers are compiled, and whatever the numbers of tokens."""
+    options = ("train.micro_batch_size=4", "train.log_every=1", *NO_DROPOUT)
+    assert run(prepared, tmp_path / "plain", *options, processes=2, **env).returncode == 0
+    words = command(prepared, tmp_path / "compiled", *options, "train.compile=true")[2:]
+    done = fork(*[["-c", COMPILED_RUN, *words]] * 2, **env)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in metrics(tmp_path / "compiled") if "train/mlm_loss" in line]
+    for one, two in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "compiled"), strict=True):
+        assert one.keys() == two.keys()
+        assert all(one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-3) for name in one)
+    text = (tmp_path / "compiled/metrics.jsonl").read_text().splitlines()
+    graphs = [json.loads(line).get("perf/compiled_graphs") for line in text]
+    graphs = [number for number in graphs if number is not None]
+    assert len(graphs) == len(lines) == 12 and graphs[0] > 0
+    assert graphs[-1] == graphs[6]  # the first evaluation, after step 6, has graphs of its own
 
 
 def test_a_run_of_one_process_goes_on_in_shards(prepared: Path, tmp_path: Path) -> None:
