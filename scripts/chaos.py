@@ -249,15 +249,15 @@ class Chaos:
             whole = self.reference("kill", processes)
             rows, runs, starts, code = [], runs + 1, 0, 1
             while code:
-                plan, codes = self.plan_any(whole, processes, rng) if came < count else ({}, {0})
+                kind, plan = self.plan_any(whole, processes, rng) if came < count else ("", {})
                 code = self.launch(folder, "mixed", processes, f"start-{starts}", **plan)
                 if any((folder / f"start-{starts}").glob("fired-*")):
                     came += 1
-                    obeyed = codes != FAULTS["signal"][1] or not goes_on(
+                    went_on = kind == "signal" and goes_on(
                         folder, f"start-{starts}", plan["rank"], code
                     )
                     row = {"kind": "mixed", "processes": processes, "start": starts}
-                    row |= {"codes": [code], "survived": code in codes and obeyed}
+                    row |= {"codes": [code], "survived": code in FAULTS[kind][1] and not went_on}
                     rows.append(plan | row)
                 elif code:
                     raise SystemExit(f"a start without a fault ended with exit code {code}")
@@ -267,17 +267,17 @@ class Chaos:
                 survived = row["survived"] and not difference
                 yield row | {"fired": True, "survived": survived, "difference": difference}
 
-    def plan_any(self, whole: Path, processes: int, rng: random.Random) -> tuple[dict, set[int]]:
-        """Draw a fault for a run of some processes; returns its plan and the exit codes that may
-        follow. It comes in the first half of a run, since a start may have little left to do."""
+    def plan_any(self, whole: Path, processes: int, rng: random.Random) -> tuple[str, dict]:
+        """Draw a fault for a run of some processes; returns its kind and its plan. It comes in the
+        first half of a run, since a start may have little left to do."""
         kind = rng.choice([kind for kind in TRAINED if processes in FAULTS[kind][2]])
-        fault, codes, _, points = FAULTS[kind]
+        fault, _, _, points = FAULTS[kind]
         rank = choose_rank(kind, processes, rng)
         calls = count_calls(whole, rank)
         point = rng.choice([point for point in points if calls[point]])
         number = rng.randint(1, -(-calls[point] // 2))
         fault = fault.format(stop=rng.choice(STOPS), size=rng.choice(SIZES))
-        return {"point": point, "number": number, "rank": rank, "fault": fault}, codes
+        return kind, {"point": point, "number": number, "rank": rank, "fault": fault}
 
     def change_processes(self, number: int, rng: random.Random) -> dict:
         """Stop a run three times and go on with 1, 2, 4 and 1 processes; every sequence has to come
