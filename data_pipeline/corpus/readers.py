@@ -328,10 +328,9 @@ def read_parquet(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
         column = source.text_field
         with ParquetFile(chunk.path) as file:
             check_column(column, file.schema_arrow.names, chunk, "corpus.text_field")
+            # of whole row groups: a damaged column's description would abort the process
             groups = map(file.metadata.row_group, range(file.num_row_groups))
-            parts = (group.column(k) for group in groups for k in range(group.num_columns))
-            ours = (part for part in parts if part.path_in_schema == column)
-            check_unpacked(chunk.path, sum(part.total_uncompressed_size for part in ours))
+            check_unpacked(chunk.path, sum(group.total_byte_size for group in groups))
             for batch in file.iter_batches(ROWS, columns=[column]):
                 yield from batch.column(0).to_pylist()
 

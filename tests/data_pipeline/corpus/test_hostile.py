@@ -95,6 +95,27 @@ def test_columns_that_unpack_to_much_are_refused(tmp_path: Path, name: str) -> N
     assert peak < 200
 
 
+def test_no_flipped_bit_of_the_description_of_a_parquet_file_ends_the_process(
+    tmp_path: Path,
+) -> None:
+    """pyarrow aborts where the statistics of a damaged column are looked at."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [WORDS] * 3, "n": [1, 2, 3]}), path)
+    sound, source = path.read_bytes(), SourceConfig(files=str(path))
+    (chunk,) = list_source(source)
+    length = int.from_bytes(sound[-8:-4], "little")
+    refused = 0
+    for bit in range(8 * (len(sound) - 8 - length), 8 * len(sound)):
+        damaged = bytearray(sound)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            list(read_documents(chunk, source, Rejects()))
+        except UserError:
+            refused += 1
+    assert refused > length
+
+
 def test_a_line_of_a_megabyte_takes_little_memory(tmp_path: Path) -> None:
     peaks = []
     for length in (1000, 1 << 20):
