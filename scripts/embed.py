@@ -125,6 +125,10 @@ def main() -> None:
         raise UserError(f"{name} is not UTF-8 at byte {error.start:,}; convert it") from None
     empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
     check(not empty, f"line {empty[:1] and empty[0]} of {name} is empty; a line is a text")
+    check(
+        not args.center or len(texts) > 1,
+        f"--center: {name} has one text, which is its own mean; give more, or leave it out",
+    )
     check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     vectors = embed(args.model, texts, args.pool, args.center)

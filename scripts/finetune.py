@@ -75,12 +75,13 @@ def parse_args() -> argparse.Namespace:
     add("--learning-rates", nargs="+", type=float, default=[5e-5, 1e-4, 3e-4])
     add("--metric", help="that settings are chosen by; the first of the task's if not given")
     add("--epochs", type=int, default=3, help="the best one on dev is kept")
+    add("--patience", type=int, help="stop after so many epochs that are no better on dev")
     add("--batch-size", type=int, default=32)
     add("--warmup", type=float, default=0.1, help="share of the steps in which the rate rises")
     add("--max-length", type=int, help="tokens of a sequence; 128, or 384 for qa, if not given")
     add("--max-train", type=int, help="train on so many examples, drawn anew for each seed")
     add("--dropout", type=float, help="instead of the probabilities in the model's config")
-    add("--pool", choices=POOLS, default="pooler", help="what a sentence is judged by")
+    add("--pool", choices=POOLS, help="what a sentence is judged by; pooler if not given")
     add("--freeze", action="store_true", help="train the head only (--learning-rates is not used)")
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto")
     return parser.parse_args()
@@ -149,7 +150,12 @@ def check_settings(args: argparse.Namespace) -> None:
         f"no exported model in {args.model}; python -m pretrain.export makes one"
         + name_export(args.model),
     )
-    longest = longest_sequence(read_settings(args.model))
+    settings = read_settings(args.model)
+    layers, longest = settings.get("num_hidden_layers", 12), longest_sequence(settings)
+    check(
+        args.pool != "last4" or layers >= 4,
+        f"--pool last4: {args.model} has {layers} layers; use --pool mean",
+    )
     longest -= longest % LENGTH_MULTIPLE  # to which sequences are padded
     usual = min(384 if args.task == "qa" else 128, longest)
     args.max_length = usual if args.max_length is None else args.max_length
@@ -157,7 +163,7 @@ def check_settings(args: argparse.Namespace) -> None:
         16 <= args.max_length <= longest,
         f"--max-length {args.max_length}: wanted 16 to {longest}, the positions of {args.model}",
     )
-    for name in ("epochs", "batch_size", "max_train"):
+    for name in ("epochs", "patience", "batch_size", "max_train"):
         value = getattr(args, name)
         check(value is None or value > 0, f"--{name.replace('_', '-')} {value}: wanted 1 or more")
     for rate in args.learning_rates:
@@ -168,6 +174,11 @@ def check_settings(args: argparse.Namespace) -> None:
     check(len({*args.seeds}) == len(args.seeds), "--seeds holds a seed twice")
     for seed in args.seeds:
         check(0 <= seed < 1 << 64, f"--seeds {seed}: wanted 0 or more, and less than 2 ** 64")
+    check(
+        args.pool is None or not TASKS[args.task].per_token,
+        f"--pool {args.pool}: {args.task} judges each token by its own state; leave it out",
+    )
+    args.pool = args.pool or "pooler"
     is_classification = args.task in ("classification", "multi_label")
     check("bow" not in args.also or is_classification, f"--also bow: not for {args.task}")
     check(
@@ -271,8 +282,8 @@ def judge_network(
             def run(rate: float, seed: int) -> Run:
                 return finetune(
                     network(seed), task, train_units(seed), splits["dev"], splits.get("test"),
-                    args.metric, rate, args.epochs, args.batch_size, args.warmup, seed, bf16,
-                    bar.update,
+                    args.metric, rate, args.epochs, args.patience or args.epochs, args.batch_size,
+                    args.warmup, seed, bf16, bar.update,
                 )  # fmt: skip
 
             return "learning_rate", search(args.learning_rates, args.seeds, run)

@@ -190,6 +190,7 @@ def finetune(
     metric: str,
     learning_rate: float,
     epochs: int,
+    patience: int,
     batch_size: int,
     warmup: float,
     seed: int,
@@ -198,6 +199,7 @@ def finetune(
 ) -> Run:
     """Train all weights with AdamW, and keep those of the epoch that is best on dev.
 
+    patience: stop after so many epochs that are no better than the best one before them.
     warmup: share of the steps in which the rate rises to `learning_rate`; then it falls to 0.
     advance: is told the number of units of each step.
     """
@@ -231,6 +233,9 @@ def finetune(
         if epoch == 0 or run.dev[epoch][metric] > run.dev[run.best][metric]:
             run.best = epoch
             best_weights = {n: t.detach().clone() for n, t in network.state_dict().items()}
+        elif epoch - run.best == patience:
+            advance((epochs - 1 - epoch) * len(units))
+            break
     if test:
         network.load_state_dict(best_weights)
         run.test = predict(network, task, test, bf16)

@@ -109,7 +109,8 @@ from data_pipeline.common.errors import UserError, run_command
 from pretrain.processes import check_on_each_machine
 
 def check():
-    os.write(1, f"checked by {os.environ['RANK']}\\n".encode())  # in one piece, whatever the other rank writes
+    # in one piece, whatever the other rank writes
+    os.write(1, f"checked by {os.environ['RANK']}\\n".encode())
     if os.environ["RANK"] == damaged:
         raise UserError("the store of this machine is damaged")
 

@@ -124,6 +124,13 @@ def test_a_mistake_is_one_line(straight, tmp_path, data, said) -> None:
     assert not (tmp_path / "a.npy").exists()
 
 
+def test_the_mean_of_one_text_is_not_subtracted_from_it(straight, tmp_path) -> None:
+    options = ("--model", straight / "export", "--center", "--out", tmp_path / "a.npy")
+    done = run(*options, input=b"one text\n")
+    assert done.returncode == 2 and b"--center: stdin has one text" in done.stderr
+    assert not (tmp_path / "a.npy").exists()
+
+
 def test_what_a_model_cannot_give_is_refused(straight, tmp_path) -> None:
     with pytest.raises(UserError, match="2 layers, and sum4 wants the last four"):
         embed.embed(straight / "export", TEXTS[:3], "sum4")

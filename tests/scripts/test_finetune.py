@@ -124,7 +124,7 @@ def test_each_task_learns_what_a_word_decides(
 def test_a_frozen_model_is_probed_for_each_task(
     task, exported, tasks, tmp_path, monkeypatch
 ) -> None:
-    options = "--freeze --pool mean --precision fp32"
+    options = "--freeze --precision fp32" + ("" if TASKS[task].per_token else " --pool mean")
     found = run(monkeypatch, exported, task, tasks, tmp_path / "out", options)["systems"]
     system = found["pretrained"]
     assert system["setting"] == "penalty" and len(system["runs"]) == len(finetune.PENALTIES)
@@ -332,7 +332,7 @@ class Scripted(TASKS["choice"]):
     """Wants higher scores, by losses of any size, and says of each epoch what it is told to."""
 
     def __init__(self, scores: list[dict[str, float]]):
-        self.sizes, self.scores = iter([1.0, 1e6, 3.0, 1e3] * 5), iter(scores)
+        self.sizes, self.scores = iter([1.0, 1e6, 3.0, 1e3] * 8), iter(scores)
 
     def loss(self, scores, units):
         return -next(self.sizes) * scores.mean()
@@ -353,7 +353,7 @@ def test_the_weights_of_the_best_epoch_predict_and_the_rate_rises_and_falls() ->
     dev = [{"f1": f1, "accuracy": other} for f1, other in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.7))]
     network = OneWeight()
     run = train(
-        network, Scripted(dev), units, split, split, "accuracy", 0.1, 4, 2, 0.1, 0, False,
+        network, Scripted(dev), units, split, split, "accuracy", 0.1, 4, 4, 2, 0.1, 0, False,
         lambda count: None,
     )  # fmt: skip
     assert run.dev == dev and run.best == 1
@@ -363,6 +363,23 @@ def test_the_weights_of_the_best_epoch_predict_and_the_rate_rises_and_falls() ->
     steps = np.diff([w for w, is_step in zip(weights, training, strict=True) if is_step])
     shares = [1 / 2, *(k / 19 for k in range(19, 1, -1))]  # a tenth of 20 steps rises
     np.testing.assert_allclose(steps, 0.1 * np.array(shares), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("patience", "epochs", "best"), [(1, 2, 0), (2, 5, 2), (3, 6, 2), (4, 6, 2)]
+)
+def test_training_ends_after_as_many_worse_epochs_as_patience_says(patience, epochs, best) -> None:
+    examples = [Example("", ["x"], 0)] * 10
+    units = [finetune.Unit(i, [([5], [0])], 0) for i in range(10)]
+    split = Split(examples, units, sorted_batches(units, 16, torch.device("cpu")))
+    dev = [{"accuracy": score} for score in (0.6, 0.5, 0.7, 0.7, 0.6, 0.5)]
+    told = []
+    run = train(
+        OneWeight(), Scripted(dev), units, split, None, "accuracy", 0.1, 6, patience, 2, 0.1, 0,
+        False, told.append,
+    )  # fmt: skip
+    assert (len(run.dev), run.best) == (epochs, best)
+    assert sum(told) == 6 * 10  # the progress bar is full
 
 
 def test_the_metric_that_is_asked_for_chooses_the_setting_that_is_judged_on_test() -> None:
@@ -816,6 +833,8 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
         ("--learning-rates 1e-3 nan", "--learning-rates nan: wanted finite numbers above 0"),
         ("--learning-rates inf", "--learning-rates inf: wanted finite numbers above 0"),
         ("--epochs 0", "wanted 1 or more"),
+        ("--patience 0", "wanted 1 or more"),
+        ("--pool last4", "has 2 layers; use --pool mean"),
         ("--model nowhere", "no exported model in nowhere"),
     ],
 )
@@ -825,6 +844,11 @@ def test_a_setting_that_cannot_be_is_refused(
     with pytest.raises(UserError, match=said):
         run(monkeypatch, exported, "classification", tasks, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pool_is_refused_where_tokens_are_judged(exported, tasks, tmp_path, monkeypatch) -> None:
+    with pytest.raises(UserError, match="--pool cls: tagging judges each token by its own state"):
+        run(monkeypatch, exported, "tagging", tasks, tmp_path / "out", "--pool cls")
 
 
 def test_a_second_sentence_in_some_examples_only_is_named_by_line(
