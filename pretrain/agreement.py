@@ -6,7 +6,7 @@ stopped.
 
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from signal import Signals
 
 import torch
@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from data_pipeline.common.signals import CAUGHT, received_signal
-from data_pipeline.sampling.batches import send
+from data_pipeline.sampling.batches import fetch, send
 from pretrain.objectives import ROW
 from pretrain.sharding import asks_for_shards
 from pretrain.watch import mark
@@ -23,26 +23,26 @@ from pretrain.watch import mark
 
 def agree_on_step(
     sums: Tensor, norm: Tensor, stop: Signals | None, accelerator: Accelerator
-) -> Tensor:
+) -> tuple[Tensor, Callable[[], Tensor]]:
     """Add up what a step has found over all ranks, for `read_step` (a collective call).
 
     sums: float64 (objectives, ROW).
     norm: scalar, the gradient norm, which is the same on all ranks unless one of them is sick.
     stop: the signal that this rank has to stop on, if any.
-    Returns float64: the mean of the norms, which is not finite if that of any rank is not; the
-    signals that ranks have caught; and the sums. The host need not wait for it.
+    Returns float64 (found, and what waits for it and gives it on the CPU): the mean of the norms,
+    which is not finite if that of any rank is not; the signals that ranks have caught; the sums.
+    A GPU is waited for only up to here, not for the update that it is given next.
     """
     # exact: float64 holds the sum of some million equal float32
     norm = norm.double().view(1) / accelerator.num_processes
-    return accelerator.reduce(torch.cat([norm, flag_signal(stop, accelerator), sums.flatten()]))
+    flags = flag_signal(stop, accelerator)
+    found = accelerator.reduce(torch.cat([norm, flags, sums.flatten()]))
+    return found, fetch(found)
 
 
 def read_step(found: Tensor) -> tuple[Tensor, float, Signals | None]:
-    """Read what `agree_on_step` has found: the sums, on the CPU, the gradient norm and the signal.
-
-    The host waits here for a GPU to finish the step, unless `found` is on the CPU already.
-    """
-    found = found.cpu()
+    """Read what `agree_on_step` has found, once it is on the CPU: the sums, the gradient norm and
+    the signal."""
     norm, *counts = found[: 1 + len(CAUGHT)].tolist()
     return found[1 + len(CAUGHT) :].view(-1, ROW), norm, name_signal(counts)
 

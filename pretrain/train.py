@@ -106,9 +106,9 @@ def train(config: Config) -> None:
         norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf)
         drop_pair_gradients(run.bare, phase)
         rate = learning_rate(step - phase.schedule_start, phase.train)
-        found = agree_on_step(sums, norm, run.stop_signal(), accelerator)  # all decide alike
-        found = update(run.optimizers, rate, found)
-        sums, grad_norm, stop = read_step(found)  # here or in `update` the host waits, once a step
+        found, fetched = agree_on_step(sums, norm, run.stop_signal(), accelerator)  # all alike
+        update(run.optimizers, rate, found)
+        sums, grad_norm, stop = read_step(fetched())
         if record.monitor.has_finite_gradient(step, grad_norm):
             record.sums += sums
         else:
@@ -473,25 +473,21 @@ def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
 
 def update(
     optimizers: list[torch.optim.Optimizer], rate: float, found: torch.Tensor | None = None
-) -> torch.Tensor | None:
+) -> None:
     """Update the parameters at learning rate `rate`, unless the gradient norm is not finite.
 
     found: of `agree_on_step`; the norm is its first number. On a GPU, AdamW looks at it there: the
     host goes on without waiting for it. For the others the host waits, before the update.
-    Returns `found`, on the CPU where the host has looked at it.
     """
     if found is not None and skips_there(optimizers, found.device.type):
         for optimizer in optimizers:  # as torch's gradient scaler tells it
             optimizer.found_inf = found[0].isfinite().logical_not().float()
-    elif found is not None:
-        found = found.cpu()
-        if not found[0].isfinite():
-            return found
+    elif found is not None and not found[0].isfinite():
+        return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    return found
 
 
 def skips_there(optimizers: list[torch.optim.Optimizer], device: str) -> bool:

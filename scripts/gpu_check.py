@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.batches import Batch, fetch
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import compiled_graphs, peak_flops
@@ -324,7 +324,10 @@ def make_step(model: PretrainingModel, optimizers: list, batch: Batch, rate: flo
         rows = model(batch)
     losses = rows[:, 0] / rows[:, 2].detach()
     losses.sum().backward()
-    update(optimizers, rate, clip_gradients(model.parameters(), 1.0).view(1))
+    norm = clip_gradients(model.parameters(), 1.0).view(1)
+    fetched = fetch(norm)
+    update(optimizers, rate, norm)
+    fetched()
     zero_gradients(optimizers)
     return losses[0].detach()
 

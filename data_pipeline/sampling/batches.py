@@ -4,6 +4,7 @@ A batch holds its sequences end to end, without padding. A sequence is a pure fu
 and of its random stream, whatever batch it is in.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -90,6 +91,24 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # other memory would be waited for
+
+
+def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to copy a tensor to the CPU, without waiting for it.
+
+    Returns what waits for the copy and gives it. It does not wait for work that a GPU is given
+    later.
+    """
+    copy = tensor.to("cpu", non_blocking=True)  # pinned, if it comes from a GPU
+    if tensor.device.type == "cpu":
+        return lambda: copy
+    copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait() -> torch.Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait
 
 
 def build_batch(

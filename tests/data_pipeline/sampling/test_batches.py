@@ -13,7 +13,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import random_u64
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.batches import Batch, build_batch
+from data_pipeline.sampling.batches import Batch, build_batch, fetch, send
 from data_pipeline.sampling.pairs import PAIR
 
 SEED = 7
@@ -169,3 +169,13 @@ def test_the_words_of_bits_are_those_of_pieces_at_both_ends_of_a_store() -> None
 def test_a_batch_on_the_cpu_is_itself(source) -> None:
     batch = source.batch(0, 2)
     assert batch.to(torch.device("cpu")) is batch
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_fetched_from_a_gpu_is_there_before_the_work_that_is_queued_after_it() -> None:
+    sent = send(torch.arange(5), torch.device("cuda"))
+    fetched = fetch(sent * 2)
+    torch.cuda._sleep(10**9)  # cycles
+    assert fetched().tolist() == [0, 2, 4, 6, 8]
+    assert not torch.cuda.current_stream().query()
