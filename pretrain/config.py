@@ -39,7 +39,7 @@ class ModelConfig:
     """Longest sequence that the model accepts, in tokens."""
     type_vocab_size: int = number(2, "[1, 1000]")
     """Segment types; 1 only with `data.objective: none`."""
-    initializer_range: float = number(0.02, "[0, 10]")
+    initializer_range: float = number(0.02, "(0, 10]")
     """Standard deviation of the weights at the start."""
     layer_norm_eps: float = number(1e-12, "(0, 1]")
     """Added to the variance in layer normalisation."""

@@ -35,7 +35,7 @@ def preallocate_memory(run: Run, weights: Tensor, step: int, clock: Clock) -> No
                 batch = largest_batch(run.store, phase, run.accelerator.num_processes)
                 torch.manual_seed(run.config.seed)
                 rows = run.model(batch.to(run.accelerator.device))
-                run.accelerator.backward((weights * rows[:, 0]).sum())
+                (weights * rows[:, 0]).sum().backward()
                 run.bare.zero_grad()
 
 

@@ -308,7 +308,10 @@ def check_learning(config: Config) -> None:
     fingerprint_run(config, store, accelerator)
     counts = torch.from_numpy(sample_counts(store))
     # without dropout, and scoring all tokens
-    model = build_model(config, counts).to(accelerator.device).eval()
+    model = build_model(config, counts)
+    if config.init_from:
+        start_from(Path(config.init_from).expanduser(), model, store.vocabulary.pieces)
+    model.to(accelerator.device).eval()
     optimizers = build_optimizers(model, config.train, matrix_dtype(accelerator))
     print(show_sequence(source.batch(0, 1), store.vocabulary, config.data.objective))
     batch = source.batch(0, SEQUENCES).to(accelerator.device)

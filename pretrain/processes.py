@@ -12,11 +12,13 @@ from typing import NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
+    parse_flag_from_env,
 )
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore, init_process_group
@@ -45,15 +47,18 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
             "CONFIG, or torchrun"
         )
     die_with_launcher()
-    cuda = torch.cuda.is_available()
+    cuda = trains_on_gpu()
     if not cuda:
         configure_cpu()
     precision = choose_precision(settings.precision, cuda)
     timeout = timedelta(seconds=settings.timeout_s)
     join_restarted(timeout)
+    wanted = {"fp32": "no"}.get(precision, precision)
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
+        AcceleratorState._reset_state()  # of a run before this one in the same process
     accelerator = Accelerator(
         cpu=not cuda,
-        mixed_precision={"fp32": "no"}.get(precision, precision),
+        mixed_precision=wanted,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timeout),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -66,6 +71,11 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     for phase in phases:
         count_passes(phase.train.global_batch_size, phase.train.micro_batch_size, world_size)
     return accelerator
+
+
+def trains_on_gpu() -> bool:
+    """Tell whether there is a GPU, and `accelerate launch --cpu` has not asked for none."""
+    return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def choose_precision(asked: str, on_gpu: bool) -> str:
@@ -88,7 +98,7 @@ def join_restarted(timeout: timedelta) -> None:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*address, is_master=False, timeout=timeout)
         init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
+            "nccl" if trains_on_gpu() else "gloo",
             store=PrefixStore(f"attempt-{attempt}", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),

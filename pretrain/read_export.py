@@ -109,11 +109,11 @@ def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> N
     Raises `UserError` that shows the token, which its files name beside those of the vocabulary.
     """
     highest, rows = max(map(max, sequences)), read_settings(folder).get("vocab_size")
-    check(
-        rows is None or highest < rows,
-        f"{folder}: its tokenizer gives {tokenizer.convert_ids_to_tokens(highest)!r} the id "
-        f"{highest:,}, and the model has {rows:,} embeddings; export or copy it again",
-    )
+    if rows is not None and highest >= rows:
+        raise UserError(
+            f"{folder}: its tokenizer gives {tokenizer.convert_ids_to_tokens(highest)!r} the id "
+            f"{highest:,}, and the model has {rows:,} embeddings; export or copy it again"
+        )
 
 
 def load_encoder(loader: type, folder: Path, uses_pooler: bool, **options) -> Any:

@@ -45,6 +45,7 @@ from pretrain.processes import (
     is_compiled,
     matrix_dtype,
     share_from_main,
+    trains_on_gpu,
 )
 from pretrain.run_folder import keep_in_run, load_resume_state, lock_run
 from pretrain.sampled_softmax import sample_chances
@@ -224,7 +225,7 @@ def check_resources(config: Config, vocab_size: int) -> None:
     """Raise `UserError` if memory cannot hold the weights, gradients and moments of a model, or the
     disk its checkpoints, without building it."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if on_gpu := torch.cuda.is_available():
+    if on_gpu := trains_on_gpu():
         memory = torch.cuda.get_device_properties(0).total_memory
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             memory *= int(os.environ.get("WORLD_SIZE", 1))
@@ -355,4 +356,6 @@ def build_probes(config: Config, store: TokenStore) -> Probes | None:
         + advice,
     )
     longest = config.model.max_position_embeddings
+    if config.init_from is None:  # positions beyond those of any phase stay as they start
+        longest = max(phase.data.max_seq_length for phase in phases_of(config))
     return Probes(found, store.vocabulary, sample_counts(store), longest)

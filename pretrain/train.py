@@ -101,7 +101,7 @@ def train(config: Config) -> None:
                 rows = run.model(batch)
                 # global counts: the same gradient however the step is divided
                 loss = (weights * rows[:, 0] / counts).sum()
-                accelerator.backward(loss * accelerator.num_processes)  # DDP averages
+                (loss * accelerator.num_processes).backward()  # DDP averages
             sums += rows.detach()
         norm = clip_gradients(run.bare.parameters(), settings.max_grad_norm or math.inf)
         drop_pair_gradients(run.bare, phase)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import ROOT, train_here
+from safetensors.torch import load_file
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
@@ -186,6 +187,24 @@ def test_documents_as_short_as_queries_are_planned_for(tmp_path, capsys) -> None
     prepare(load_config(DataConfig, path, options), workers=1)
     plan.plan(load_config(Config, path, options), None, plan.CARDS)
     assert "memory" in capsys.readouterr().out
+
+
+def test_a_check_of_a_run_that_continues_a_model_starts_from_it(
+    prepared, straight, monkeypatch
+) -> None:
+    class Seen(Exception):
+        pass
+
+    def backward(model, batch, accelerator) -> None:
+        weights = load_file(straight / "export/model.safetensors")
+        assert torch.equal(
+            model.embeddings.word.weight, weights["bert.embeddings.word_embeddings.weight"]
+        )
+        raise Seen
+
+    monkeypatch.setattr(plan, "backward", backward)
+    with pytest.raises(Seen):
+        plan.check_learning(config_of(prepared, f"init_from={straight}/export"))
 
 
 def test_a_model_that_does_not_learn_is_refused_in_one_line(prepared, monkeypatch) -> None:

@@ -161,8 +161,11 @@ def test_probes_that_are_not_encoded_are_asked_for(prepared: Path, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_probe_longer_than_the_model_takes_is_shown(probed: Path, tmp_path: Path) -> None:
-    short = ("model.max_position_embeddings=8", "data.max_seq_length=8")
+@pytest.mark.parametrize("positions", [8, 512])
+def test_a_probe_longer_than_the_trained_positions_is_shown(
+    probed: Path, tmp_path: Path, positions: int
+) -> None:
+    short = (f"model.max_position_embeddings={positions}", "data.max_seq_length=8")
     with pytest.raises(UserError, match=r"the model takes 8; shorten the sentence \[CLS\]"):
         train_here(probed, tmp_path / "run", *short)
 

@@ -6,7 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import TWO_STEPS, command, fork, run, train_here
+import torch
+from helpers import TWO_STEPS, assert_same_run, command, fork, run, train_here
+
+from pretrain.processes import trains_on_gpu
 
 
 @pytest.mark.parametrize(
@@ -153,3 +156,28 @@ def test_a_process_of_an_earlier_start_is_not_named(prepared: Path, tmp_path: Pa
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
     assert "config.yaml.tmp cannot be read or written" in line
+
+
+def test_a_run_that_is_asked_for_no_gpu_takes_none(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert trains_on_gpu()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by accelerate launch --cpu
+    assert not trains_on_gpu()
+
+
+def test_accelerate_does_not_divide_the_gradient(
+    prepared: Path, straight: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    train_here(prepared, tmp_path)
+    assert_same_run(tmp_path, straight)
+
+
+def test_runs_of_several_precisions_can_follow_each_other_in_a_process(
+    prepared: Path, straight: Path, tmp_path: Path
+) -> None:
+    for precision in ("bf16", "fp32"):
+        train_here(prepared, tmp_path / precision, f"train.precision={precision}")
+    assert_same_run(tmp_path / "fp32", straight)
+    assert "bf16" in (tmp_path / "bf16/export/README.md").read_text()

@@ -25,6 +25,7 @@ from data_pipeline.vocabulary.training import write_tokenizer
 from pretrain.config import ModelConfig
 from pretrain.export import export
 from pretrain.models.bert import PretrainingModel
+from pretrain.read_export import check_ids
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -897,6 +898,15 @@ def test_a_token_without_an_embedding_is_named(exported, tasks, tmp_path, monkey
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sep_token": "<new>"}))
     with pytest.raises(UserError, match=r"gives '<new>' the id [\d,]+, and the model has .* embed"):
         run(monkeypatch, tmp_path / "model", "classification", tasks, tmp_path / "out")
+
+
+def test_a_model_that_does_not_say_how_many_embeddings_it_has_is_believed(
+    exported, tmp_path
+) -> None:
+    settings = json.loads((exported / "config.json").read_text())
+    del settings["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    check_ids(AutoTokenizer.from_pretrained(exported), [[5, 10**6]], tmp_path)
 
 
 def test_an_unknown_label_is_one_line(exported, tasks, tmp_path) -> None:
