@@ -99,8 +99,7 @@ def check_names(path: Path, names: list[str], columns: dict[str, str]) -> None:
     twice = sorted({name for name in names if name in read and names.count(name) > 1})
     check(
         not twice,
-        f"{path}: the first line names {' and '.join(map(repr, twice))} twice; rename a column, or "
-        "name columns by their numbers, as in --columns text=1 label=2",
+        f"{path}: the first line names {' and '.join(map(repr, twice))} twice; rename a column",
     )
 
 
@@ -269,17 +268,22 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
     """
     for what, name in columns.items():
         check(
+            what in ("tokens", "tags"),
+            f"--columns {what}={name}: words and their tags are read from tokens and tags",
+        )
+        check(
             name.isdecimal() and int(name) > 0,
             f"--columns {what}={name}: {path} has no names of columns; give a number, from 1",
         )
     word, tag = (int(columns.get(what, end)) for what, end in (("tokens", 1), ("tags", 0)))
-    words, tags, start = [], [], 1
+    words, tags, start, is_conllu = [], [], 1, path.suffix == ".conllu"
     for number, line in enumerate([*read_text(path).split("\n"), ""], 1):
         # a word may hold other spaces than blanks, or be one
         cells = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
-        if path.suffix == ".conllu" and NO_WORD.match(line):
+        if is_conllu and NO_WORD.match(line):
             continue
-        if not words and (cells[:1] == ["-DOCSTART-"] or NOTE.match(line)):
+        is_note = line.startswith("#") if is_conllu else NOTE.match(line)
+        if not words and (cells[:1] == ["-DOCSTART-"] or is_note):
             start = number + 1
         elif not line.strip():  # perhaps with a tab, as in the original files of WNUT-17
             if words:

@@ -23,14 +23,14 @@ SHOWN, COMPARED = 5, 200  # sentences to fill, and to tell from their words in a
 SHORTEST, LONGEST = 6, 20  # tokens of a sentence
 
 
-def choose_sentences(store: TokenStore, count: int) -> list[np.ndarray]:
-    """Choose sentences of `SHORTEST` to `LONGEST` tokens without [UNK], evenly over a split.
+def choose_sentences(store: TokenStore, count: int, longest: int) -> list[np.ndarray]:
+    """Choose sentences of `SHORTEST` to `longest` tokens without [UNK], evenly over a split.
 
     Returns at most `count` of them, int64 arrays of tokens.
     """
     ends = store.sentence_offsets
     sizes = np.diff(ends)
-    fit = np.flatnonzero((sizes >= SHORTEST) & (sizes <= LONGEST))
+    fit = np.flatnonzero((sizes >= SHORTEST) & (sizes <= longest))
     chosen = fit[np.linspace(0, len(fit) - 1, min(count, len(fit))).astype(int)]
     found = [np.array(store.tokens[ends[i] : ends[i + 1]], np.int64) for i in chosen]
     return [tokens for tokens in found if store.vocabulary["[UNK]"] not in tokens]
@@ -84,10 +84,11 @@ def main() -> None:
     args = parser.parse_args()
     model, vocabulary = load_export(args.export_dir), read_vocabulary(args.export_dir)
     store = TokenStore.open(args.data_dir / "store", "held_out", vocabulary)
-    sentences = choose_sentences(store, COMPARED)
+    longest = min(LONGEST, model.config.max_position_embeddings - 2)  # beside [CLS] and [SEP]
+    sentences = choose_sentences(store, COMPARED, longest)
     if not sentences:
         raise UserError(
-            f"{args.data_dir} holds out no sentence of {SHORTEST} to {LONGEST} tokens; fill your "
+            f"{args.data_dir} holds out no sentence of {SHORTEST} to {longest} tokens; fill your "
             "own with python scripts/fill_mask.py EXPORT_DIR SENTENCE"
         )
 

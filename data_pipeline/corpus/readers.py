@@ -258,6 +258,11 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
                 f"{chunk.path} has no column {source.text_field!r}, but "
                 f"{', '.join(header)[:200] or 'an empty first line'}; set corpus.text_field"
             )
+        if header.count(source.text_field) > 1:
+            raise UserError(
+                f"{chunk.path} has two columns {source.text_field!r}; rename one, so that it is "
+                "known which is text"
+            )
         column = header.index(source.text_field)
         while True:
             waiting = lines = 0

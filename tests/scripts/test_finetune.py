@@ -743,7 +743,8 @@ def test_an_answer_without_text_is_none(tmp_path) -> None:
          {"text": "2", "second": "3", "label": "1"},
          [(['a "b"', "c"], "3"), (["d", "e\nf"], "4")]),
         ("classification", "a.json", '{"sentence": "x", "label": "1 "}\n', {}, [(["x"], "1")]),
-        ("tagging", "a.conllu", "# sent_id = 3\n1\tDogs\tdog\tNOUN\t_\n2\tbark\tbark\tVERB\t_\n",
+        ("tagging", "a.conllu",
+         "# sent_id = 3\n# a free comment\n1\tDogs\tdog\tNOUN\t_\n2\tbark\tbark\tVERB\t_\n",
          {"tokens": "2", "tags": "4"}, [(["Dogs", "bark"], ["NOUN", "VERB"])]),
     ],
 )  # fmt: skip
@@ -758,6 +759,13 @@ def test_columns_without_names_are_counted(task, name, text, columns, wanted, tm
     [
         ("tagging", "a.conll", "x O\n", {"tags": "ner"}, "tags=ner: .* give a number, from 1"),
         ("tagging", "a.conll", "x O\n", {"tags": "3"}, "a.conll:1: wanted"),
+        (
+            "tagging",
+            "a.conll",
+            "x O\n",
+            {"text": "1"},
+            "text=1: words and their tags",
+        ),
         ("qa", "a.json", SQUAD % ('"x"', '"x"'), {"text": "q"}, "which has no columns"),
         ("classification", "a.tsv", "x\t1\n", {"text": "3", "label": "2"}, r"a.tsv:1: no column"),
     ],

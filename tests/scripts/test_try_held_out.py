@@ -24,7 +24,7 @@ def held_out(prepared, vocabulary) -> TokenStore:
 
 @pytest.fixture(scope="module")
 def sentences(held_out) -> list[np.ndarray]:
-    return try_held_out.choose_sentences(held_out, 50)
+    return try_held_out.choose_sentences(held_out, 50, 20)
 
 
 def test_sentences_are_of_the_split_and_of_the_wanted_length(held_out, sentences) -> None:
@@ -79,6 +79,17 @@ def test_the_command_shows_fillings_with_the_truth_and_random_weights_beside(
     assert sum("; the truth: " in line for line in lines) == 5
     found = re.fullmatch(r"of (\d+) held-out .* finds (\d+)% .* weights (\d+)%", lines[-1])
     assert 100 < int(found[1]) <= 200
+
+
+def test_a_model_of_few_positions_is_shown_sentences_that_fit(
+    prepared, tmp_path, monkeypatch, capsys
+) -> None:
+    short = ("train.max_steps=2", "train.warmup_steps=1", "data.max_seq_length=16")
+    train_here(prepared, tmp_path, *short)
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["try", str(tmp_path / "export"), str(prepared / "data")])
+    run_command(try_held_out.main)
+    assert "held-out sentences, each beside its words" in capsys.readouterr().out
 
 
 def test_each_sentence_has_its_own_fillings_and_the_model_is_named_before_random_weights(

@@ -435,6 +435,16 @@ def test_a_dataset_is_streamed_in_shares_that_hold_each_row_once(tmp_path: Path)
     assert all(call.kwargs["streaming"] for call in load.call_args_list)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_two_columns_of_the_name_of_the_text_are_refused(tmp_path: Path, name: str):
+    mark = "," if name == "a.csv" else "\t"
+    (tmp_path / name).write_text(
+        "\n".join(map(mark.join, ["text id text".split(), "a 1 b".split()]))
+    )
+    with pytest.raises(UserError, match="has two columns 'text'; rename one"):
+        read_all(CorpusConfig(files=str(tmp_path / name)))
+
+
 def test_a_dataset_that_cannot_be_had_says_why(tmp_path: Path):
     file = write_rows(tmp_path / "rows.json", ROWS)
     with pytest.raises(UserError, match="no column 'text', but body"):
