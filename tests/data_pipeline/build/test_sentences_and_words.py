@@ -5,11 +5,17 @@ import random
 from functools import cache
 
 import pytest
+import sentencex
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from data_pipeline.build.sentences import MAX_CHARACTERS, sentence_splitter, split_sentences
+from data_pipeline.build.sentences import (
+    LONG,
+    MAX_CHARACTERS,
+    sentence_splitter,
+    split_sentences,
+)
 from data_pipeline.config import VocabConfig
 from data_pipeline.corpus.readers import clean_text
 from data_pipeline.vocabulary.training import build_normalizer
@@ -76,6 +82,23 @@ def test_a_wide_full_stop_ends_a_sentence_whatever_comes_after_it(stop: str, aft
     assert split(f"{said}{after}，再来") == [said, f"{after}，再来"]
     quotation = f"他说：“好{stop}{after}，再来”"
     assert split(quotation) == [quotation]
+
+
+def test_a_book_in_one_line_is_split_in_parts_and_a_quote_left_open_reaches_no_further(
+    monkeypatch,
+) -> None:
+    """Given as a whole, it would take time that grows with the square of its length."""
+    given, segment = [], sentencex.segment
+    monkeypatch.setattr(
+        sentencex, "segment", lambda language, text: given.append(text) or segment(language, text)
+    )
+    told = [f"第{i}天他们去了山上看花，然后回家。" for i in range(2000)]
+    book = "".join(told)
+    assert sentence_splitter("zh")(book) == told
+    assert "".join(given) == book and max(map(len, given)) < LONG + 100
+    opened = '他说："好。' + book
+    found = sentence_splitter("zh")(opened)
+    assert "".join(found) == opened and found[-1500:] == told[-1500:]
 
 
 @pytest.mark.parametrize(
