@@ -166,6 +166,14 @@ def test_what_a_sentence_is_judged_by_is_what_its_name_says(
 def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
     exported, tasks, tmp_path, monkeypatch, capsys
 ) -> None:
+    begun = {}
+
+    def note(model: Path, is_random: bool, *others):
+        network = build_network(model, is_random, *others)
+        begun[is_random] = network.encoder.embeddings.word_embeddings.weight.clone()
+        return network
+
+    monkeypatch.setattr(finetune, "build_network", note)
     found = run(
         monkeypatch,
         exported,
@@ -174,6 +182,7 @@ def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
         tmp_path / "out",
         f"{QUICK} --also random bow",
     )["systems"]
+    assert not torch.equal(begun[False], begun[True])
     options = f"{QUICK} --init random --baseline bow"
     others = run(monkeypatch, exported, "classification", tasks, tmp_path / "others", options)
     assert list(others["systems"])[:2] == ["random", "bow"]
