@@ -179,8 +179,7 @@ def print_store(manifest: dict) -> None:
     for split in SPLITS:
         part = manifest[split]
         print(
-            f"{split.replace('_', ' ')}: "
-            + ", ".join(f"{part[name]:,} {name}" for name in SIZES if name in part)
+            f"{split.replace('_', ' ')}: " + ", ".join(f"{part[name]:,} {name}" for name in SIZES)
         )
 
 

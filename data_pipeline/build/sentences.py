@@ -11,10 +11,10 @@ LONGEST_FRAGMENT = 12  # anything with more characters counts as a sentence
 NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # the number of a list item: "1. ", "(2)", "3.1. "
 # a space beyond ASCII before a full stop; after an initial, "B\xa0.", sentencex 1.0.32 panics
 WIDE_SPACE = re.compile(r"\s*[^\S\x00-\x7f]\s*(?=\.)")
-LONG = 4096  # characters that sentencex gets at once, if a Chinese or Japanese stop follows
-STOP = re.compile(r"[。！？｡][”’」』]*")
-# what goes on with a sentence after "approx.", but not after a full stop of Chinese or Japanese
-AFTER_STOP = re.compile(r"([。！？｡][”’」』]*)[0-9a-z]")
+STOP = re.compile(r"[。！？｡][”’」』]*")  # the end of a sentence in Chinese or Japanese
+# what goes on with a sentence after "approx.", but not after such a stop
+AFTER_STOP = re.compile(f"({STOP.pattern})[0-9a-z]")
+LONG = 4096  # characters after which a paragraph is cut at the next such stop
 
 
 def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[str], list[str]]:
@@ -43,10 +43,10 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
 
 
 def cut_at_stops(paragraph: str) -> Iterator[str]:
-    """Yield a paragraph in parts of `LONG` characters and what is left of a sentence.
+    """Yield a paragraph in parts of `LONG` characters and the rest of a sentence.
 
-    The time that sentencex 1.0.32 takes grows with the square of the number of such stops: for a
-    book in one line it would be hours. And a quote that is never closed reaches no further.
+    The time that sentencex 1.0.32 takes grows with the square of the number of stops: for a book in
+    one line it would be hours. And a quote that is never closed hides no stop beyond its part.
     """
     start = 0
     while found := STOP.search(paragraph, start + LONG):

@@ -253,16 +253,7 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
     rows = csv.reader(read_whole_rows(), strict=True, **dialect)
     try:
         header = next(rows, [])
-        if source.text_field not in header:
-            raise UserError(
-                f"{chunk.path} has no column {source.text_field!r}, but "
-                f"{', '.join(header)[:200] or 'an empty first line'}; set corpus.text_field"
-            )
-        if header.count(source.text_field) > 1:
-            raise UserError(
-                f"{chunk.path} has two columns {source.text_field!r}; rename one, so that it is "
-                "known which is text"
-            )
+        check_column(source.text_field, header, chunk, "corpus.text_field")
         column = header.index(source.text_field)
         while True:
             waiting = lines = 0
@@ -366,13 +357,15 @@ def read_arrow(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 
 
 def check_column(column: str, columns: Collection[str], chunk: FileChunk, key: str) -> None:
-    """Raise `UserError` if a column is missing.
+    """Raise `UserError` if a column is missing, or if two have its name.
 
     key: the config key that names the column, for messages.
     """
     if column not in columns:
-        names = ", ".join(dict.fromkeys(columns))  # Arrow allows a name twice
+        names = ", ".join(dict.fromkeys(columns))[:200] or "an empty first line"
         raise UserError(f"{chunk.path} has no column {column!r}, but {names}; set {key}")
+    if list(columns).count(column) > 1:
+        raise UserError(f"{chunk.path} has two columns {column!r}; rename the one without the text")
 
 
 def read_cells(cells: Iterator[object], chunk: FileChunk, column: str, key: str) -> Iterator[str]:

@@ -435,13 +435,19 @@ def test_a_dataset_is_streamed_in_shares_that_hold_each_row_once(tmp_path: Path)
     assert all(call.kwargs["streaming"] for call in load.call_args_list)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet"])
 def test_two_columns_of_the_name_of_the_text_are_refused(tmp_path: Path, name: str):
-    mark = "," if name == "a.csv" else "\t"
-    (tmp_path / name).write_text(
-        "\n".join(map(mark.join, ["text id text".split(), "a 1 b".split()]))
-    )
-    with pytest.raises(UserError, match="has two columns 'text'; rename one"):
+    rows = ["text id text".split(), "a 1 b".split()]
+    if name == "a.parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        columns = [pyarrow.array([cell]) for cell in rows[1]]
+        parquet.write_table(pyarrow.table(columns, names=rows[0]), tmp_path / name)
+    else:
+        mark = "," if name == "a.csv" else "\t"
+        (tmp_path / name).write_text("\n".join(map(mark.join, rows)))
+    with pytest.raises(UserError, match="has two columns 'text'; rename the one without the text"):
         read_all(CorpusConfig(files=str(tmp_path / name)))
 
 
