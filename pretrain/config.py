@@ -476,6 +476,14 @@ def longest_trained(config: Config, state: dict) -> int:
     )
 
 
+def known_positions(config: Config, state: dict) -> int:
+    """Tell how many positions a checkpoint has learned; with `init_from` all, since that model had
+    them."""
+    if config.init_from:
+        return config.model.max_position_embeddings
+    return longest_trained(config, state)
+
+
 def phases_of(config: Config) -> list[Phase]:
     """Resolve the phases of a run, in order; a run without `train.phases` has one."""
     train = replace(config.train, phases=[])

@@ -23,7 +23,7 @@ from data_pipeline.config import check
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, list_pieces, read_vocabulary
 from pretrain.checkpoint import find_fault, load_model, name_not_finite, newest_checkpoint
-from pretrain.config import Config, longest_trained, phases_of
+from pretrain.config import Config, known_positions, phases_of
 from pretrain.export_folder import (
     MARKER,
     PYTORCH_BIN,
@@ -282,9 +282,7 @@ def export_checkpoint(
     load_model(checkpoint, model)
     if config.init_from is None:  # else the scale of its embeddings is that of others
         settle_embeddings(model)
-    trained = longest_trained(config, state)
-    if config.init_from:
-        trained = config.model.max_position_embeddings
+    trained = known_positions(config, state)
     resize_positions(model, trained, positions or trained)
     shape, advice = {"do_lower_case": bool}, "put a sound copy back"
     lowercase = read_json(vocab_dir / "tokenizer_config.json", shape, advice)["do_lower_case"]

@@ -35,14 +35,14 @@ OF_GENERATOR = ("hidden_act", "layer_norm_eps")  # as in the model whose embeddi
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
-def start_from(folder: Path, model: PretrainingModel, pieces: list[str]) -> list[str]:
+def start_from(folder: str | Path, model: PretrainingModel, pieces: list[str]) -> list[str]:
     """Copy the weights of a folder into a new model of the same family.
 
     The generator of an ELECTRA is in a folder of its own inside, or starts anew.
     pieces: of the run's vocabulary, by id.
     Returns lines that say what was taken. Raises `UserError` if the folder does not fit.
     """
-    lines = []
+    folder, lines = Path(folder).expanduser(), []
     for name, part in reversed(model.parts().items()):  # shared embeddings are those of the first
         if name and not (folder / name).is_dir():
             lines.append(f"no {folder / name}, so the {name} starts anew")

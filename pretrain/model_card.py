@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from data_pipeline.config import SourceConfig
-from pretrain.config import Config, Phase, longest_trained, phases_of
+from pretrain.config import Config, Phase, known_positions, longest_trained, phases_of
 
 PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
     "nsp": (
@@ -282,7 +282,7 @@ def evaluation(metrics: dict, objective: str) -> str:
 def limits(config: Config, state: dict, lowercase: bool, positions: int) -> str:
     longest, metrics = longest_trained(config, state), state["evaluation"]
     dropout, model = config.export.dropout, config.model
-    known = max(longest, model.max_position_embeddings) if config.init_from else longest
+    known = known_positions(config, state)
     further = ""
     if longest < min(known, positions):
         further = f" Positions {longest + 1:,} to {min(known, positions):,} are as the model that "

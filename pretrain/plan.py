@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     of_model = torch.ones(len(store.vocabulary)) if assumed else torch.from_numpy(counts)
     model = build_model(config, of_model)
     if config.init_from and not assumed:
-        start_from(Path(config.init_from).expanduser(), model, store.vocabulary.pieces)
+        start_from(config.init_from, model, store.vocabulary.pieces)
     model.to(accelerator.device)
     weights, embeddings, encoder = map(count_weights, (model, model.embeddings, model.layers))
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
@@ -310,7 +309,7 @@ def check_learning(config: Config) -> None:
     # without dropout, and scoring all tokens
     model = build_model(config, counts)
     if config.init_from:
-        start_from(Path(config.init_from).expanduser(), model, store.vocabulary.pieces)
+        start_from(config.init_from, model, store.vocabulary.pieces)
     model.to(accelerator.device).eval()
     optimizers = build_optimizers(model, config.train, matrix_dtype(accelerator))
     print(show_sequence(source.batch(0, 1), store.vocabulary, config.data.objective))

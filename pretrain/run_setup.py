@@ -26,7 +26,7 @@ from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers
-from pretrain.config import Config, Phase, count_kept, phases_of, trained_positions
+from pretrain.config import Config, Phase, count_kept, known_positions, phases_of, trained_positions
 from pretrain.describe import describe_start
 from pretrain.evaluate import HeldOut, sample_counts
 from pretrain.export_folder import check_export_folder
@@ -114,12 +114,14 @@ def set_up(config: Config) -> Run:
     # data
     store, sources = open_token_store(config, phases)
     held_out = build_held_out(config, phases, store, accelerator)
-    probes = build_probes(config, store)
+    longest = [source.longest for source in sources]
+    at_end = {"step": settings.max_steps, "longest": longest}
+    probes = build_probes(config, store, known_positions(config, at_end))
     fingerprint = fingerprint_run(config, store, accelerator)
     check_ranks_agree(config, fingerprint, accelerator)
     lock = lock_run(run_dir, accelerator)
     checkpoint, state = load_resume_state(run_dir, fingerprint, settings, accelerator)
-    state["longest"] = [source.longest for source in sources]
+    state["longest"] = longest
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # empty in a new run
         if sizes[:1] == source.part_sizes[:1]:  # else the phase had other settings, and lies ahead
             source.recall_sizes(sizes)
@@ -132,8 +134,8 @@ def set_up(config: Config) -> Run:
     else:
         bare.start_at_frequencies(counts)
         if config.init_from:
-            folder = Path(config.init_from).expanduser()
-            accelerator.print(*start_from(folder, bare, store.vocabulary.pieces), sep="\n")
+            lines = start_from(config.init_from, bare, store.vocabulary.pieces)
+            accelerator.print(*lines, sep="\n")
         else:
             bare.start_at_positions()
             start_at_neighbours(bare, store, accelerator)
@@ -332,9 +334,10 @@ def judged_by(config: Config, phase: Phase) -> set[tuple[int, bool]]:
     return {(length, single) for length in (config.data.max_seq_length, phase.data.max_seq_length)}
 
 
-def build_probes(config: Config, store: TokenStore) -> Probes | None:
+def build_probes(config: Config, store: TokenStore, longest: int) -> Probes | None:
     """Read the probes that preparation has encoded; None if `eval.probes` is empty.
 
+    longest: tokens of a sequence, for which the model will have learned positions.
     Raises `UserError` if they are missing, encode another config or vocabulary, or are too long.
     """
     settings = config.eval.probes
@@ -355,7 +358,4 @@ def build_probes(config: Config, store: TokenStore) -> Probes | None:
         f"{path} {'was made from other probes or another vocabulary' if found else 'is missing'}; "
         + advice,
     )
-    longest = config.model.max_position_embeddings
-    if config.init_from is None:  # positions beyond those of any phase stay as they start
-        longest = max(phase.data.max_seq_length for phase in phases_of(config))
     return Probes(found, store.vocabulary, sample_counts(store), longest)
