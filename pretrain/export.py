@@ -371,7 +371,10 @@ def main() -> None:
     check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():
         checkpoint = newest_checkpoint(checkpoint / "checkpoints")
-        check(checkpoint is not None, f"{args.source} has no sound checkpoint")
+        check(
+            checkpoint is not None,
+            f"{args.source} has no sound checkpoint; put a sound copy of one back",
+        )
     elif not checkpoint.exists():
         raise UserError(f"there is no {checkpoint}; a run keeps its train.keep_checkpoints newest")
     elif fault := find_fault(checkpoint):
