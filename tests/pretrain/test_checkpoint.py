@@ -389,7 +389,8 @@ def test_an_export_takes_the_newest_sound_checkpoint_and_changes_none(
     damage_all(run_dir)
     before = contents(run_dir)
     done = export(run_dir, tmp_path / "none")
-    assert done.returncode == 2 and "has no sound checkpoint; put a sound copy of one back" in done.stderr
+    assert done.returncode == 2
+    assert "has no sound checkpoint; put a sound copy of one back" in done.stderr
     assert contents(run_dir) == before
 
 
