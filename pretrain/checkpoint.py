@@ -46,6 +46,7 @@ STATE = {  # shape of state.json of any schema
     "micro_batch_size?": COUNT,
     "part_sizes?": [[COUNT]],
     "longest?": [COUNT],
+    "new_heads?": [str],
     "monitor?": MONITOR,
     "restarted?": bool,
 }

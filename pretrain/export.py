@@ -271,7 +271,8 @@ def export_checkpoint(
     state = read_run_state(checkpoint)
     fingerprint = state["fingerprint"]
     begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
-    if not config.init_from and all(phase.data.single_segment_prob == 1 for phase in begun):
+    is_new = not config.init_from or "nsp" in state.get("new_heads", [])
+    if is_new and all(phase.data.single_segment_prob == 1 for phase in begun):
         # the pair heads are at their random start
         config = replace(config, data=replace(config.data, objective="none"))
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])

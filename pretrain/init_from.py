@@ -35,14 +35,17 @@ OF_GENERATOR = ("hidden_act", "layer_norm_eps")  # as in the model whose embeddi
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
-def start_from(folder: str | Path, model: PretrainingModel, pieces: list[str]) -> list[str]:
+def start_from(
+    folder: str | Path, model: PretrainingModel, pieces: list[str]
+) -> tuple[list[str], list[str]]:
     """Copy the weights of a folder into a new model of the same family.
 
     The generator of an ELECTRA is in a folder of its own inside, or starts anew.
     pieces: of the run's vocabulary, by id.
-    Returns lines that say what was taken. Raises `UserError` if the folder does not fit.
+    Returns lines that say what was taken, and the names of the heads that start anew, such as
+    "nsp". Raises `UserError` if the folder does not fit.
     """
-    folder, lines = Path(folder).expanduser(), []
+    folder, lines, new_heads = Path(folder).expanduser(), [], []
     for name, part in reversed(model.parts().items()):  # shared embeddings are those of the first
         if name and not (folder / name).is_dir():
             lines.append(f"no {folder / name}, so the {name} starts anew")
@@ -50,18 +53,21 @@ def start_from(folder: str | Path, model: PretrainingModel, pieces: list[str]) -
             # RoBERTa counts positions from the id of padding
             others = ("pad_token_id",) if part.config.family.counts_from_pad else ()
             check_same(folder / name, part.config, OF_GENERATOR if name else others)
-            lines.append(copy_weights(folder / name, part, pieces))
-    return lines[::-1]
+            line, new_heads = copy_weights(folder / name, part, pieces)  # last of the whole model
+            lines.append(line)
+    return lines[::-1], new_heads
 
 
-def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> str:
+def copy_weights(
+    folder: Path, model: PretrainingModel, pieces: list[str]
+) -> tuple[str, list[str]]:
     """Copy the weights of a folder into a model that transformers has a class for.
 
     Heads that the folder lacks stay as they are. A piece that the folder's vocabulary lacks gets
     the mean of the rows of the pieces that it was split into there, and so does its bias; a special
     piece such as [unused7] keeps its random row.
 
-    Returns a line that says what was taken.
+    Returns a line that says what was taken, and the names of those heads.
     """
     family, state = model.config.family, model.state_dict()
     weights = to_current_names(read_weights(folder), family.encoder)
@@ -92,17 +98,17 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> st
         )
         ours.copy_(carry_rows(value, sources, ours) if is_carried else value)
     check_tied(weights, words, folder)
-    return describe(folder, fresh, weights, sources)
+    new_heads = list(dict.fromkeys(name.partition(".")[0] for name in fresh))
+    return describe(folder, new_heads, weights, sources), new_heads
 
 
 def describe(
-    folder: Path, fresh: list[str], unused: dict[str, Tensor], sources: list[list[int]] | None
+    folder: Path, new_heads: list[str], unused: dict[str, Tensor], sources: list[list[int]] | None
 ) -> str:
     """Describe in a line what was taken from a folder and what not."""
     line = f"starts from {folder}"
-    if fresh:
-        heads = dict.fromkeys(name.partition(".")[0] for name in fresh)
-        line += f"; not in it, so they start anew: {', '.join(heads)}"
+    if new_heads:
+        line += f"; not in it, so they start anew: {', '.join(new_heads)}"
     unused = [name for name in unused if not TIED.search(name)]
     if unused:
         line += f"; not taken: {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}"

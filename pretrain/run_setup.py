@@ -134,7 +134,8 @@ def set_up(config: Config) -> Run:
     else:
         bare.start_at_frequencies(counts)
         if config.init_from:
-            lines = start_from(config.init_from, bare, store.vocabulary.pieces)
+            pieces = store.vocabulary.pieces
+            lines, state["new_heads"] = start_from(config.init_from, bare, pieces)
             accelerator.print(*lines, sep="\n")
         else:
             bare.start_at_positions()

@@ -32,6 +32,7 @@ from pretrain.init_from import find_sources, hash_weights, split_piece, start_fr
 from pretrain.models.bert import PretrainingModel, continue_positions  # noqa: E402
 from pretrain.models.build import model_of  # noqa: E402
 from pretrain.read_export import load_export  # noqa: E402
+from pretrain.read_run import read_run_config  # noqa: E402
 
 SIZES = {
     "hidden_size": 32,
@@ -76,7 +77,7 @@ def start(config: Config, pieces: list[str] | None = None) -> tuple[PretrainingM
     pieces = pieces or read_vocabulary(folder).pieces
     torch.manual_seed(0)
     model = model_of(config.model, len(pieces), config.data.objective)
-    return model, "\n".join(start_from(folder, model, pieces))
+    return model, "\n".join(start_from(folder, model, pieces)[0])
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +204,21 @@ def test_a_run_starts_there_resumes_and_says_so(
     save_file(weights, tmp_path / "moved/model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="init_from is another folder, or has"):
         train_here(prepared, tmp_path / "b", *here, "train.max_steps=4", "train.extend=true")
+
+
+@pytest.mark.parametrize("has_pairs", [True, False])
+def test_a_pair_head_is_exported_where_the_folder_had_one_or_pairs_have_trained_it(
+    has_pairs, folder, prepared, vocab_dir, tmp_path
+) -> None:
+    names = {False: "BertForMaskedLM", True: "BertForPreTraining"}
+    source = folder if has_pairs else save_peer(tmp_path / "in", names[False], vocab_dir)
+    phases = "train.phases=[{steps: 1, single_segment_prob: 1}, {steps: 1}]"
+    train_here(prepared, tmp_path / "run", f"init_from={source}", *TWO_STEPS, phases)
+    for step in (1, 2):
+        checkpoint, out = tmp_path / f"run/checkpoints/step-0000000{step}", tmp_path / f"out{step}"
+        export_checkpoint(checkpoint, read_run_config(tmp_path / "run"), out)
+        found = json.loads((out / "config.json").read_text())["architectures"]
+        assert found == [names[has_pairs or step == 2]]
 
 
 def test_positions_beyond_the_sequences_of_a_run_stay_those_of_the_folder(
