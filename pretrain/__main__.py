@@ -5,13 +5,17 @@
 """
 
 import argparse
+import os
 import sys
+import time
 
-from data_pipeline.common.errors import run_command
+from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.signals import catch_signals, die_with_launcher, outlive_readers
 from data_pipeline.config import load_config
 from pretrain import recipes
 from pretrain.config import Config
+
+PATIENCE = 10.0  # seconds in which the first process of a machine tells a mistake in the config
 
 
 def main() -> None:
@@ -24,11 +28,22 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args()
-    config = load_config(Config, args.config, args.overrides)
+    config = read_config(args.config, args.overrides)
 
     from pretrain.train import train  # slow, so a mistake in the config is reported first
 
     train(config)
+
+
+def read_config(path: str, overrides: list[str]) -> Config:
+    """Read the config; of a mistake in it the first process of each machine tells, and its launcher
+    ends the others meanwhile."""
+    try:
+        return load_config(Config, path, overrides)
+    except UserError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(PATIENCE)
+        raise
 
 
 def run() -> None:

@@ -58,9 +58,7 @@ def start_from(
     return lines[::-1], new_heads
 
 
-def copy_weights(
-    folder: Path, model: PretrainingModel, pieces: list[str]
-) -> tuple[str, list[str]]:
+def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tuple[str, list[str]]:
     """Copy the weights of a folder into a model that transformers has a class for.
 
     Heads that the folder lacks stay as they are. A piece that the folder's vocabulary lacks gets

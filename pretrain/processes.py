@@ -68,8 +68,8 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != world_size:
         raise UserError(f"the launcher was asked for {asked} processes, {world_size} run")
-    for phase in phases:
-        count_passes(phase.train.global_batch_size, phase.train.micro_batch_size, world_size)
+    sizes = [(one.train.global_batch_size, one.train.micro_batch_size) for one in phases]
+    call_on_all(lambda: [count_passes(*pair, world_size) for pair in sizes])
     return accelerator
 
 

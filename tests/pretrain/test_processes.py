@@ -2,13 +2,18 @@
 
 import fcntl
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import TWO_STEPS, assert_same_run, command, fork, run, train_here
 
+from data_pipeline.common.errors import UserError
+from pretrain import __main__ as main
 from pretrain.processes import trains_on_gpu
 
 
@@ -27,6 +32,33 @@ def test_a_rank_with_another_config_is_named_once(
     lines = [line for line in done.stderr.splitlines() if "error: " in line]
     assert len(lines) == 1 and "rank 1 on" in lines[0] and named in lines[0], done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("train.max_stepz=2", "unknown key train.max_stepz"),
+        ("train.global_batch_size=1", "global_batch_size 1 is too small for 2 processes"),
+    ],
+)
+def test_a_mistake_in_the_config_is_one_line_of_all_processes(
+    prepared: Path, tmp_path: Path, mistake: str, said: str
+) -> None:
+    launch = "-m torch.distributed.run --nproc-per-node 2 --standalone".split()
+    words = [sys.executable, *launch, *command(prepared, tmp_path / "run", mistake)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("error:", "stopped"))]
+    assert done.returncode == 1 and len(lines) == 1 and said in lines[0], done.stderr
+
+
+def test_a_process_tells_a_mistake_that_the_first_of_its_machine_has_not_made(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(main, "PATIENCE", 0.1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="unknown key seeds"):
+        main.read_config(str(prepared / "config.yaml"), ["seeds=1"])
 
 
 def test_a_rank_that_would_evaluate_otherwise_is_named(prepared: Path, tmp_path: Path) -> None:
