@@ -1,9 +1,10 @@
 """`benchmark.py learn`: compare what the same model learns in the same CPU time on one core.
 
 The peer is transformers' `BertForPreTraining` with AdamW under Accelerate, on static
-pairs of ours that its whole-word collator masks anew each epoch: bf16, fused AdamW, linear warm-up
-and decay, each batch cut to its longest sequence. Building its pairs and evaluating take no time
-from it. Both models are evaluated by our evaluation on the held-out documents.
+pairs of ours that its whole-word collator masks anew each epoch: fused AdamW, linear warm-up and
+decay, each batch cut to its longest sequence; both in bf16 where the machine has instructions for
+it. Building its pairs and evaluating take no time from it. Both models are evaluated by our
+evaluation on the held-out documents.
 
 `python scripts/bench_learn.py {ours,peer} MINUTES CONFIG [key=value ...]` runs one side.
 """
@@ -32,6 +33,7 @@ from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from pretrain.config import Config
 from pretrain.evaluate import HeldOut, evaluate
 from pretrain.models.bert import PretrainingModel
+from pretrain.processes import choose_precision
 from pretrain.read_export import load_export
 from pretrain.train import train
 
@@ -65,7 +67,8 @@ def measure_learning(config: DataConfig, path: str, minutes: float) -> None:
 
 def learn(side: str, minutes: float, config_path: str) -> subprocess.Popen:
     """Start one side in its own process; its last line of output holds the held-out metrics."""
-    command = [sys.executable, __file__, side, str(minutes), config_path, "train.precision=bf16"]
+    precision = f"train.precision={choose_precision('auto', on_gpu=False)}"
+    command = [sys.executable, __file__, side, str(minutes), config_path, precision]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
@@ -117,7 +120,8 @@ def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> PretrainingM
         collate_fn=bench_peers.collator(data_dir / "vocab", "pt"),
     )
     optimizer = torch.optim.AdamW(other.parameters(), PEER_RATE, weight_decay=0.01, fused=True)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    precision = config.train.precision.replace("fp32", "no")
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
     other, optimizer, loader = accelerator.prepare(other, optimizer, loader)
     other.train()
     torch.set_float32_matmul_precision("medium")
