@@ -119,27 +119,23 @@ def set_up(config: Config) -> Run:
     probes = build_probes(config, store, known_positions(config, at_end))
     fingerprint = fingerprint_run(config, store, accelerator)
     check_ranks_agree(config, fingerprint, accelerator)
-    lock = lock_run(run_dir, accelerator)
+
+    # model, new or with the weights of init_from
+    bare, taken, new_heads = call_on_all(lambda: start_model(config, store))
+    lock = lock_run(run_dir, accelerator)  # nothing is written before
     checkpoint, state = load_resume_state(run_dir, fingerprint, settings, accelerator)
     state["longest"] = longest
     for source, sizes in zip(sources, state["part_sizes"], strict=False):  # empty in a new run
         if sizes[:1] == source.part_sizes[:1]:  # else the phase had other settings, and lies ahead
             source.recall_sizes(sizes)
-
-    # model and optimizers
-    counts = torch.from_numpy(sample_counts(store))
-    bare = build_model(config, counts)
     if checkpoint:
         load_model(checkpoint, bare)
+    elif config.init_from:
+        state["new_heads"] = new_heads
+        accelerator.print(*taken, sep="\n")
     else:
-        bare.start_at_frequencies(counts)
-        if config.init_from:
-            pieces = store.vocabulary.pieces
-            lines, state["new_heads"] = start_from(config.init_from, bare, pieces)
-            accelerator.print(*lines, sep="\n")
-        else:
-            bare.start_at_positions()
-            start_at_neighbours(bare, store, accelerator)
+        bare.start_at_positions()
+        start_at_neighbours(bare, store, accelerator)
     compiled = is_compiled(settings, accelerator)
     if compiled:
         bare.compile_layers()
@@ -261,6 +257,18 @@ def build_model(config: Config, counts: torch.Tensor) -> PretrainingModel:
     if 0 < train.sampled_softmax < len(counts):
         model.sample_chances = sample_chances(counts, train.sampled_softmax)
     return model
+
+
+def start_model(config: Config, store: TokenStore) -> tuple[PretrainingModel, list[str], list[str]]:
+    """Build the initial model, and give it the weights of `init_from`, if any; returns what
+    `start_from` says of them too."""
+    counts = torch.from_numpy(sample_counts(store))
+    model = build_model(config, counts)
+    model.start_at_frequencies(counts)
+    taken = ([], [])
+    if config.init_from:
+        taken = start_from(config.init_from, model, store.vocabulary.pieces)
+    return model, *taken
 
 
 def start_at_neighbours(

@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from helpers import ROOT, assert_same_run, check_hashes, train_here
+from helpers import ROOT, assert_same_run, check_hashes, run, train_here
 from other_tokenizers import KINDS
 from safetensors.torch import load_file, save_file
 
@@ -394,8 +394,10 @@ def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match="model.safetensors is damaged"):
-        start(read_config(prepared, tmp_path))
+    done = run(prepared, tmp_path / "run", f"init_from={tmp_path}", processes=2)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert done.returncode == 2 and "model.safetensors is damaged" in line, done.stderr
+    assert not (tmp_path / "run").exists()
     path.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(UserError, match="pytorch_model.bin is damaged"):
