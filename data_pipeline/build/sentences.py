@@ -9,8 +9,9 @@ from data_pipeline.common.plug_ins import load_plug_in
 MAX_CHARACTERS = 2000  # longer sentences (logs, tables, missing full stops) are cut
 LONGEST_FRAGMENT = 12  # anything with more characters counts as a sentence
 NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # the number of a list item: "1. ", "(2)", "3.1. "
-# a space beyond ASCII before a full stop; after an initial, "B\xa0.", sentencex 1.0.32 panics
-WIDE_SPACE = re.compile(r"\s*[^\S\x00-\x7f]\s*(?=\.)")
+# white space before a full stop; with one beyond ASCII, as in "B\xa0.", sentencex 1.0.32 panics;
+# possessive, and begun once only, so that a long run of spaces takes linear time
+SPACE = re.compile(r"(?<!\s)\s++(?=\.)")
 STOP = re.compile(r"[。！？｡][”’」』]*")  # the end of a sentence in Chinese or Japanese
 # what goes on with a sentence after "approx.", but not after such a stop
 AFTER_STOP = re.compile(f"({STOP.pattern})[0-9a-z]")
@@ -34,7 +35,7 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
             return join_fragments(sentencex.segment(language, paragraph))
         plain = AFTER_STOP.sub(r"\1A", paragraph)
         if any(part[-1:] > "\x7f" and part[-1:].isspace() for part in plain.split(".")):
-            plain = WIDE_SPACE.sub(lambda match: " " * len(match[0]), plain)
+            plain = SPACE.sub(lambda found: " " * len(found[0]), plain)
         parts = (sentencex.segment(language, part) for part in cut_at_stops(plain))
         ends = accumulate(map(len, chain.from_iterable(parts)), initial=0)
         return join_fragments([paragraph[a:b] for a, b in pairwise(ends)])

@@ -61,6 +61,13 @@ def test_a_wide_space_before_a_full_stop_is_a_space(space: str):
     assert "".join(split(paragraph)) == paragraph
 
 
+@pytest.mark.parametrize("space", "\xa0\u3000 ")
+def test_a_long_run_of_spaces_takes_no_time_that_grows_faster(space: str):
+    """With a pattern that tries each start of a run, these would take days."""
+    paragraph = f"Hello\xa0. a{space * 300_000}b."
+    assert "".join(sentence_splitter("en")(paragraph)) == paragraph
+
+
 def test_sentences_end_where_a_reader_says():
     document = "Dr. Smith went to Washington. He came back.\n他来了。他走了！\nno full stop"
     sentences = [s.strip() for s in split_sentences(document, sentence_splitter("en"))]
