@@ -39,6 +39,7 @@ from data_pipeline.corpus.selection import (
     group_chunks,
     hash_group,
     needs_selection,
+    order_of_keeping,
     select,
 )
 from data_pipeline.corpus.sources import list_file_chunks, name_source
@@ -61,8 +62,9 @@ CHINESE = (
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
 LANGUAGE_SAMPLE = 1 << 16  # characters of each source by which Chinese is recognised
 # Of the files in `work`: 1 and 2 divided the text among the tasks in another way, 3 kept no
-# checksums, 4 had words of other tokenizers as text, 5 to 7 other rules of where a sentence ends.
-WORK_VERSION = 8
+# checksums, 4 had words of other tokenizers as text, 5 to 7 other rules of where a sentence ends, 8
+# of which copy is kept.
+WORK_VERSION = 9
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 Plan = list[tuple[Path, Task]]  # the tasks of a stage, each with the folder that it writes
 
@@ -120,7 +122,7 @@ def plan_comparing(work: Work) -> Plan:
 
 def write_earlier(work: Work) -> None:
     """Find the texts of each group that an earlier group has."""
-    find_earlier(work.hashed, work.earlier)
+    find_earlier(work.hashed, work.earlier, order_of_keeping(work.corpus, work.groups))
 
 
 def is_read(work: Work) -> bool:

@@ -4,7 +4,8 @@
 the hashes of each chunk's documents and long paragraphs (and the text too, where reading it again
 would be slow). Merging the hashes then tells for each chunk which of its texts an earlier chunk
 has. With that a worker can scan any chunk alone, and the first copy of a text, in the order of
-chunks, is the one that stays.
+chunks, is the one that stays. Sources with a weight below 1 come last in that order: else one that
+takes a tenth of its documents would keep others from all that it leaves.
 
 Held-out split: the documents whose hash is below a limit, in whatever order the files are listed.
 The limit is `corpus.held_out_fraction` of all hashes. Where that gives too few documents or too
@@ -67,7 +68,7 @@ def count_bytes(chunks: list[FileChunk]) -> float:
 
 def text_bytes(chunk: FileChunk) -> int:
     """Estimate the bytes of text in a chunk."""
-    packed = READERS[chunk.layout].is_compressed or chunk.path.endswith(tuple(OPENERS))
+    packed = READERS[chunk.layout].is_compressed or chunk.path.lower().endswith(tuple(OPENERS))
     return chunk.size * (EXPANSION if packed else 1)
 
 
@@ -161,10 +162,16 @@ def read_selected(
 # ---------------------------------------------------------------------------------- duplicates
 
 
-def find_earlier(hashed: list[Path], out: Path) -> None:
-    """Find the hashes of each chunk that also occur in an earlier chunk.
+def order_of_keeping(corpus: CorpusConfig, groups: list[list[FileChunk]]) -> list[int]:
+    """Order the groups by which of them keeps a text that several have."""
+    sources = corpus.each_source()
+    return sorted(range(len(groups)), key=lambda i: -min(sources[groups[i][0].source].weight, 1))
 
-    hashed: the folders that `hash_group` wrote, in the order of chunks.
+
+def find_earlier(hashed: list[Path], out: Path, order: list[int]) -> None:
+    """Find the hashes of each chunk that also occur in a chunk that is earlier in an order.
+
+    hashed: the folders that `hash_group` wrote. order: of their indices.
     Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder `out` for
     each chunk i that has any.
     """
@@ -175,7 +182,8 @@ def find_earlier(hashed: list[Path], out: Path) -> None:
             bounds = [i * ALL // n for i in range(n)] + [ALL]
             for low, high in pairwise(bounds):  # about `MERGED` hashes each
                 parts = [distinct(between(np.load(f, mmap_mode="r"), low, high)) for f in files]
-                for i, earlier in enumerate(in_earlier(parts)):
+                found = in_earlier([parts[i] for i in order])
+                for i, earlier in zip(order, found, strict=True):
                     if len(earlier):
                         append_array(folder / f"{i:06d}-{kind}.u8", earlier)
 
@@ -336,23 +344,22 @@ class Selection:
         """Drop the duplicate paragraphs of a document, and decide how many copies to take.
 
         number: `hash_document` of the document.
-        Returns the remaining text and the number of copies; ("", 0) for a duplicate.
+        Returns the remaining text and the number of copies; ("", 0) if there is none.
         """
-        if self.earlier:
-            if self.record("documents", number):
-                rejects.add("duplicate")
-                return "", 0
-            document = self.drop_paragraphs(document, rejects)
-            if not document:
-                return "", 0
+        if self.earlier and self.record("documents", number):
+            rejects.add("duplicate")
+            return "", 0
         copies = math.floor(self.weight)
         if held_out:
             copies = min(1, copies)
         if self.quotas and not (held_out and copies):
             copies += self.quotas[held_out].claim_place(number)
-        if not copies:
+        if not copies:  # it keeps no paragraph from those that are taken
             rejects.add("not sampled")
-        return document, copies
+            return "", 0
+        if self.earlier:
+            document = self.drop_paragraphs(document, rejects)
+        return document, copies if document else 0
 
     def drop_paragraphs(self, document: str, rejects: Rejects) -> str:
         if not (self.seen["paragraphs"] or self.repeated["paragraphs"]):

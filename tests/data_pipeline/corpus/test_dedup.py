@@ -5,6 +5,7 @@ The reference is the rule said plainly: one walk through all documents with a se
 """
 
 import bz2
+import json
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ from data_pipeline.corpus.selection import (
     find_earlier,
     hash_document,
     hash_group,
+    order_of_keeping,
     read_earlier,
     read_selected,
     select,
@@ -73,8 +75,9 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
     sources = config.each_source()
     for i in order(range(len(pieces))):
         hash_group([pieces[i]], hashed[i], sources[pieces[i].source])
-    find_earlier(hashed, folder / "earlier")
-    chosen = select(config, [[piece] for piece in pieces], hashed, folder / "earlier")
+    groups = [[piece] for piece in pieces]
+    find_earlier(hashed, folder / "earlier", order_of_keeping(config, groups))
+    chosen = select(config, groups, hashed, folder / "earlier")
     kept: dict[int, list[str]] = {i: [] for i in range(len(pieces))}
     rejects = Rejects()
     for i in order(range(len(pieces))):
@@ -120,7 +123,7 @@ def test_a_piece_learns_which_of_its_hashes_an_earlier_one_has(tmp_path_factory,
         for kind in selection.KINDS:
             np.save(path / f"{kind}.npy", np.sort(np.array(hashes, np.uint64)))
     with patch.object(selection, "MERGED", 3):
-        find_earlier(hashed, folder / "earlier")
+        find_earlier(hashed, folder / "earlier", list(range(len(pieces))))
     for i, hashes in enumerate(pieces):
         expected = sorted(set(hashes) & {n for piece in pieces[:i] for n in piece})
         assert read_earlier(folder / "earlier", i, "documents").tolist() == expected
@@ -133,6 +136,44 @@ def test_the_first_source_that_holds_a_text_keeps_it(tmp_path: Path):
     sources = [SourceConfig(files=str(tmp_path / n), layout="line", weight=2.0) for n in names]
     kept, causes = by_pieces(CorpusConfig(sources=sources), tmp_path)
     assert kept == ["two", "two", "three", "three", "one", "one"]
+    assert causes == {"duplicate": 1}
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0, 0.75])
+def test_a_source_of_which_less_is_taken_keeps_no_text_from_another(tmp_path: Path, weight: float):
+    lines = [f"text {i}" for i in range(400)]
+    (tmp_path / "a.txt").write_text("\n".join(lines[:300]))
+    (tmp_path / "b.txt").write_text("\n".join(lines))
+    sources = [
+        SourceConfig(files=str(tmp_path / name), layout="line", weight=share)
+        for name, share in (("a.txt", 0.5), ("b.txt", weight))
+    ]
+    kept, causes = by_pieces(CorpusConfig(sources=sources, held_out_fraction=0.0), tmp_path)
+    assert len(kept) == 400 * weight and causes["duplicate"] == 300
+    assert len(set(kept)) == 400 * min(weight, 1)
+
+
+def test_a_document_that_is_not_taken_keeps_no_line_from_one_that_is(tmp_path: Path):
+    lines = [f"{i} " * MIN_DEDUP_CHARS for i in range(100)]
+    (tmp_path / "a.txt").write_text("\n\n".join(f"{n}\n{line}" for line in lines for n in "ab"))
+    source = {"files": str(tmp_path / "a.txt"), "weight": 0.5, "held_out_fraction": 0.0}
+    kept, causes = by_pieces(CorpusConfig(**source), tmp_path)
+    shared = [document.split("\n")[1] for document in kept if "\n" in document]
+    wanted = {line for line in lines if any(line in document for document in kept)}
+    assert len(kept) == causes["not sampled"] == 100
+    assert sorted(shared) == sorted(wanted)
+    assert len(shared) + causes["duplicate paragraphs"] == 100
+
+
+def test_copies_of_a_file_and_of_a_row_are_copies_whatever_blank_lines_they_have(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one\n\n \n  two\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "one\n\n  two"}))
+    sources = [
+        SourceConfig(files=str(tmp_path / "a.txt"), layout="file"),
+        SourceConfig(files=str(tmp_path / "b.jsonl")),
+    ]
+    kept, causes = by_pieces(CorpusConfig(sources=sources), tmp_path)
+    assert [document.strip() for document in kept] == ["one\n  two"]
     assert causes == {"duplicate": 1}
 
 

@@ -206,7 +206,7 @@ def test_the_limit_is_that_of_the_plain_rule_whatever_the_pieces(
                 np.save(path / "documents.npy", documents[:, 0])
                 np.save(path / "characters.npy", documents[:, 1].astype(np.int64))
                 np.save(path / "paragraphs.npy", np.zeros(0, np.uint64))
-            find_earlier(paths, folder / f"{name}-earlier")
+            find_earlier(paths, folder / f"{name}-earlier", list(range(len(paths))))
             limits.add(find_limit(corpus, paths, folder / f"{name}-earlier"))
             expected = plain_limit(pieces, share, deduplicate)
             draw.shuffle(pieces)
