@@ -82,8 +82,13 @@ def open_file(path: str) -> BinaryIO:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """Open a file for reading its decompressed bytes; only an uncompressed file can seek."""
-    suffix, file = os.path.splitext(path)[1], open_file(path)
+    """Open a file for reading its decompressed bytes; only an uncompressed file can seek.
+
+    Raises `UserError` for a compressed file of no bytes, which gzip and zstandard take for no text.
+    """
+    suffix, file = os.path.splitext(path.lower())[1], open_file(path)
+    if suffix in OPENERS and not os.path.getsize(path):
+        raise UserError(f"{path} is damaged or not what its name says: it has no bytes")
     return OPENERS[suffix](file) if suffix in OPENERS else file
 
 

@@ -183,7 +183,7 @@ def read_whole_file(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
         size += len(text)
         if size > MOST_CHARACTERS:
             raise too_long(chunk, "a document")
-    yield "".join(parts)
+    yield one_document("".join(parts))  # equal to its copy in a table
 
 
 def too_long(chunk: FileChunk, what: str) -> UserError:
@@ -435,7 +435,7 @@ def is_costly(path: str, layout: str | None) -> bool:
 
     layout: None for text.
     """
-    return path.endswith(SLOW) or layout is not None and READERS[layout].is_costly
+    return path.lower().endswith(SLOW) or layout is not None and READERS[layout].is_costly
 
 
 def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:

@@ -4,6 +4,7 @@ A corpus has one or several sources, which are divided into file chunks: a byte 
 whole compressed file, or a shard of a dataset.
 """
 
+import codecs
 import hashlib
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import MARKER
 from data_pipeline.common.reading import read_json
 from data_pipeline.config import CorpusConfig, SourceConfig, check_choice, to_list
 from data_pipeline.corpus.files import OPENERS, open_bytes, open_file, read
@@ -68,11 +70,17 @@ def name_source(source: SourceConfig) -> str:
 def list_files(patterns: list[str]) -> list[str]:
     """Expand paths and globs to files, in the order given and without repetition.
 
-    Raises `UserError` if one matches no file.
+    Raises `UserError` if one matches no file, or a link to nothing.
     """
     paths = []
     for pattern in map(os.path.expanduser, patterns):
-        found = sorted(p for p in glob(pattern, recursive=True) if os.path.isfile(p))
+        found = sorted(glob(pattern, recursive=True))
+        made = set(filter(is_made, set(map(os.path.dirname, found))))
+        found = [path for path in found if os.path.dirname(path) not in made]
+        for path in found:
+            if os.path.islink(path) and not os.path.exists(path):
+                raise UserError(f"corpus file {path} is a link to nothing; mend or remove it")
+        found = list(filter(os.path.isfile, found))
         if os.path.isfile(pattern):
             found = [pattern]
         elif saved := list_saved(pattern):
@@ -81,12 +89,23 @@ def list_files(patterns: list[str]) -> list[str]:
             raise UserError(f"corpus file {pattern} is a folder; name its files: '{pattern}/*.txt'")
         elif not found:
             what = "no file matches" if has_magic(pattern) else "no corpus file at"
-            raise UserError(f"{what} {pattern} (in {os.getcwd()}); correct corpus.files")
+            advice = "correct corpus.files" + ", or write [[] for a [ in a name" * ("[" in pattern)
+            raise UserError(f"{what} {pattern} (in {os.getcwd()}); {advice}")
         paths += found
     first: dict[str, str] = {}  # a link to a folder above gives a file forty names
     for path in paths:
         first.setdefault(os.path.realpath(path), path)
     return list(first.values())
+
+
+def is_made(folder: str) -> bool:
+    """Tell whether preparation or training has made a folder: `**/*.txt` would else take in the
+    vocabulary of the run before."""
+    path = Path(folder).absolute()
+    return any(
+        one.name in ("vocab", "work", "export") and (one.parent / MARKER).exists()
+        for one in (path, *path.parents)
+    )
 
 
 def sample_hash(path: str) -> str:
@@ -148,8 +167,9 @@ def cut_file(
     boundary: matches the bytes between two documents; None if the file cannot be cut.
     Returns the single range (0, None) for a small file and for one that cannot be cut.
     """
-    is_packed = os.path.splitext(path)[1] in OPENERS
+    is_packed = os.path.splitext(path.lower())[1] in OPENERS
     is_wide = "\n".encode(encoding) != b"\n"  # UTF-16 and the like: other line ends
+    is_wide |= codecs.lookup(encoding).name == "iso2022_kr"  # told by the first bytes of a file
     if boundary is None or is_packed or is_wide or size <= CHUNK_BYTES:
         return [(0, None)]
     cuts = [0]

@@ -21,6 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import MARKER
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig
 from data_pipeline.corpus import readers, sources
 from data_pipeline.corpus.selection import hash_bytes, hash_limit
@@ -50,7 +51,7 @@ def plain_documents(text: str, layout: str) -> list[str]:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text)
     if layout == "file":
-        return [text] if text.strip() else []
+        return [re.sub(r"\n\s*\n", "\n", text)] if text.strip() else []
     lines = text.split("\n")
     if layout == "line":
         return [line for line in lines if line.strip()]
@@ -213,11 +214,53 @@ def test_files_come_in_the_order_given_and_each_once(tmp_path: Path):
     assert read(literal, layout="line") == ["brackets"]
 
 
+def test_a_glob_takes_in_nothing_that_preparation_has_written(tmp_path: Path):
+    for name in ("vocab/vocab.txt", "work/abc/words.txt", "a.txt", "work.txt"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / "data" / name, f"{name}\n")
+    (tmp_path / "other/vocab").mkdir(parents=True)
+    write(tmp_path / "other/vocab/b.txt", "of the user\n")
+    ours = ["vocab/vocab.txt", "work/abc/words.txt"]
+    theirs = ["a.txt", "of the user", "work.txt"]
+    assert sorted(read(tmp_path / "**/*.txt", layout="line")) == sorted(ours + theirs)
+    (tmp_path / "data" / MARKER).touch()
+    assert sorted(read(tmp_path / "**/*.txt", layout="line")) == theirs
+    named = read(tmp_path / "data/vocab/vocab.txt", layout="line")
+    assert named == ["vocab/vocab.txt"]
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path):
+    write(tmp_path / "a.txt", "a\n")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="b.txt is a link to nothing"):
+        read(tmp_path / "*.txt")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path: Path, suffix: str):
+    file = write(tmp_path / f"a.txt{suffix}", b"")
+    with pytest.raises(UserError, match=re.escape(f"a.txt{suffix} is damaged")):
+        read(file)
+
+
+def test_a_suffix_counts_in_capitals_too(tmp_path: Path):
+    assert read(write(tmp_path / "A.TXT.GZ", gzip.compress(b"a\n")), layout="line") == ["a"]
+
+
+def test_an_encoding_that_the_first_bytes_tell_is_read_whole(tmp_path: Path):
+    text = "".join(f"{i} 한국어\n" for i in range(100))
+    file = write(tmp_path / "a.txt", text.encode("iso2022_kr"))
+    with patch("data_pipeline.corpus.sources.CHUNK_BYTES", 100):
+        found = read(file, layout="line", encoding="iso2022_kr")
+    assert found == text.splitlines()
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
         ("absent.txt", "no corpus file at .*absent.txt"),
         ("*.md", r"no file matches .*\*\.md"),
+        ("[1]*.md", r"no file matches .*, or write \[\[\] for a \["),
         ("", "is a folder"),
     ],
 )
