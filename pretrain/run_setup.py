@@ -21,7 +21,7 @@ from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import PROBES_FILE, check
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.manifest import held_out_shortfall
+from data_pipeline.sampling.manifest import held_out_shortfall, list_other_settings
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
@@ -180,20 +180,6 @@ def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, l
     if shortfall := held_out_shortfall(store.manifest):
         PartialState().print(red(f"warning: {shortfall}"))
     return store, sources
-
-
-def list_other_settings(config: Config, manifest: dict) -> list[str]:
-    """Describe how settings of the vocabulary, and of the whole corpus, differ from those that the
-    store of a manifest was built with, as far as it says."""
-    differences = []
-    for key, was in manifest.get("settings", {}).items():
-        section, _, name = key.partition(".")
-        now = getattr(getattr(config, section, None), name, was)
-        if now is None and key == "vocab.size" or key == "vocab.path":
-            continue  # given by vocab.path, of which the manifest has a hash
-        if now != was:
-            differences.append(f"{key} was {was!r}, is {now!r}")
-    return differences
 
 
 def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:

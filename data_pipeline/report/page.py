@@ -21,7 +21,7 @@ from data_pipeline.config import DataConfig, load_config
 from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store
 from data_pipeline.report.checks import check_held_out, check_results, percent, pieces_name
-from data_pipeline.sampling.manifest import held_out_shortfall
+from data_pipeline.sampling.manifest import held_out_shortfall, list_other_settings
 from data_pipeline.sampling.pairs import LABELS, NO_PAIR
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
@@ -40,6 +40,11 @@ MUCH_UNKNOWN = 0.01  # share of [UNK]
 def list_warnings(result: dict) -> list[str]:
     """List what is unusual about the text and the vocabulary, what it does, and what to do."""
     store, warnings = result["store"], []
+    if result["other_settings"]:
+        warnings.append(
+            f"the store was built with other settings than the config's "
+            f"({'; '.join(result['other_settings'])}), and is measured as it is"
+        )
     if shortfall := held_out_shortfall(store):
         warnings.append(shortfall)
     if (documents := store["train"]["documents"]) < FEW_DOCUMENTS:
@@ -296,6 +301,7 @@ def measure(config: DataConfig) -> dict:
     shape = {"accents?": {"lost?": float, "examples?": [[str]]}}
     fit = read_json(folder / "vocab/report.json", shape, "put a sound copy back")
     return result | {
+        "other_settings": list_other_settings(config, store.manifest),
         "accents": fit.get("accents", {}),  # stores of earlier versions did not measure it
         "checks": check_results(result) + check_held_out(store.manifest),
     }

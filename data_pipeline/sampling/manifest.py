@@ -1,13 +1,16 @@
 """The manifest of a token store: what it was built from, and the sizes and hashes of its files."""
 
+import re
 from pathlib import Path
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.plug_ins import is_file
 from data_pipeline.common.reading import COUNT, SHA256, check_shape, read_json
-from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS
+from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
 
 SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and can still be read
 SIZES = {"tokens": COUNT, "sentences": COUNT, "documents": COUNT}
+OF_SOURCE = re.compile(r"corpus\.sources\[(\d+)\]\.(\w+)")  # a setting of a source
 HASHES = {str: SHA256}
 SPLIT = SIZES | {"bytes?": COUNT, "words?": COUNT}
 SHARDS = [SIZES | {"name": str, "sha256": HASHES}]
@@ -58,9 +61,11 @@ def held_out_shortfall(manifest: dict) -> str | None:
     found = f"only {documents:,} document{'s' * (documents > 1)} of {tokens:,} tokens are held out"
     if not documents:
         found = "no document is held out, so there is no evaluation"
-    # up to a fifth changes nothing, because a small corpus has that much held out in any case
     fraction = manifest.get("settings", {}).get("corpus.held_out_fraction", 0.01)
-    advice = f"add text, or raise corpus.held_out_fraction above {max(fraction, 0.2):g}"
+    in_all = documents + manifest.get("train", {}).get("documents", 0)
+    # up to a fifth changes nothing, where a small corpus has that much held out in any case
+    least = fraction if 0 < documents < in_all / 10 else max(fraction, 0.2)
+    advice = f"add text, or raise corpus.held_out_fraction above {least:g}"
     if any(source["layout"] == "file" for source in manifest.get("sources", [])):
         advice += "; a file is one document here: corpus.layout=line makes one of each line"
     return (
@@ -68,3 +73,25 @@ def held_out_shortfall(manifest: dict) -> str | None:
         f"{HELD_OUT_TOKENS:,} tokens to be trusted; "
         + (advice if fraction else "raise corpus.held_out_fraction, to 0.01 for example")
     )
+
+
+def list_other_settings(config: DataConfig, manifest: dict) -> list[str]:
+    """Describe how settings of the vocabulary and the corpus differ from those that the store of a
+    manifest was built with, as far as they tell it without the text."""
+    built, sources = manifest.get("settings", {}), config.corpus.each_source()
+    number = len({match[1] for key in built if (match := OF_SOURCE.fullmatch(key))})
+    if number not in (0, len(sources)):
+        return [f"corpus had {number} sources, has {len(sources)}"]
+    differences = []
+    for key, was in built.items():
+        section, _, name = key.partition(".")
+        place = getattr(config, section, None)
+        if match := OF_SOURCE.fullmatch(key):
+            place, name = sources[int(match[1]) % len(sources)], match[2]
+            key = f"corpus.{name}" if len(sources) == 1 else key
+        now = getattr(place, name, was)
+        if name in ("path", "dataset") or is_file(str(now)) or (now is None and name == "size"):
+            continue  # of which the manifest has a hash, or a part
+        if now != was:
+            differences.append(f"{key} was {was!r}, is {now!r}")
+    return differences

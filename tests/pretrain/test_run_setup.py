@@ -112,6 +112,13 @@ def test_a_store_of_other_settings_is_told(prepared: Path, tmp_path: Path, capsy
     train_here(prepared, tmp_path, "vocab.size=2000", "train.max_steps=1", "train.warmup_steps=0")
     said = capsys.readouterr().out
     assert "built with other settings than the config's (vocab.size was 1024, is 2000)" in said
+    short = ("train.max_steps=1", "train.warmup_steps=0")
+    train_here(prepared, tmp_path / "other", *short, "corpus.language=de", "corpus.weight=2")
+    said = capsys.readouterr().out
+    assert "(corpus.language was 'en', is 'de'; corpus.weight was 1.0, is 2.0)" in said
+    sources = "corpus={files: null, sources: [{files: a.txt}, {files: b.txt}]}"
+    train_here(prepared, tmp_path / "two", *short, sources)
+    assert "(corpus had 1 sources, has 2)" in capsys.readouterr().out
     train_here(
         prepared, tmp_path / "own", "vocab.size=null", "train.max_steps=1", "train.warmup_steps=0"
     )

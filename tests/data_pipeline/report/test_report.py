@@ -369,7 +369,7 @@ def test_checks_are_folded_only_if_all_hold(result) -> None:
 def test_what_is_unusual_comes_first(result) -> None:
     store = result["store"]
 
-    def warned(documents=5000, share=0.01, unknown=0.001, lost=0.0) -> list[str]:
+    def warned(documents=5000, share=0.01, unknown=0.001, lost=0.0, others=()) -> list[str]:
         counts = {"documents": documents, "tokens": 10**6, "sentences": 10**5}
         return report.list_warnings(
             {
@@ -380,6 +380,7 @@ def test_what_is_unusual_comes_first(result) -> None:
                 "corpus": {"longest_documents": [{"document": 3, "share": share}]},
                 "vocabulary": {"unknown": unknown},
                 "accents": {"lost": lost, "examples": [("schön", "schon")]},
+                "other_settings": others,
             }
         )
 
@@ -389,9 +390,11 @@ def test_what_is_unusual_comes_first(result) -> None:
         {"share": 0.4},
         {"unknown": 0.03},
         {"lost": 0.04},
+        {"others": ["vocab.size was 1, is 2"]},
     ):
         (line,) = warned(**unusual)
-        assert re.search("300 documents|40% of all|3.00 % of the tokens|schön becomes schon", line)
+        found = "300 documents|40% of all|3.00 % of the tokens|schön becomes schon|was 1, is 2"
+        assert re.search(found, line)
 
     page = Page(report.render_page(result)).text
     first = page.index("documents are trained on")
