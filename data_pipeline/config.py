@@ -32,6 +32,7 @@ MOST_ITEMS = 20_000  # of a YAML file: the parser of 40,000 lists in each other 
 PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
 WITHOUT_ACCENTS = {"en", "zh"}  # languages that lose next to nothing with their accents
+OF_FILES = ("layout", "text_field", "encoding", "errors", "on_bad_row")  # fields of a source
 OF_TRAINING = ("model", "train", "tracking", "export")  # sections that preparation does not read
 T = TypeVar("T")
 
@@ -118,6 +119,14 @@ class SourceConfig:
             f"{key}.language is {self.language!r}; give an ISO 639 code such as en or zh; no is "
             "false in YAML, so put it in quotes",
         )
+        for item in fields(SourceConfig) if not self.files else ():
+            if item.name in OF_FILES:
+                check(
+                    getattr(self, item.name) == item.default,
+                    f"{key}.{item.name} is of files, and {key} has a {given[0]}; leave it out"
+                    + ", and name the column in dataset.text_column"
+                    * (item.name == "text_field" and given == ["dataset"]),
+                )
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         check_choice(f"{key}.on_bad_row", self.on_bad_row, ("stop", "skip"))
         words, sentences = self.word_segmenter, self.sentence_splitter
@@ -319,7 +328,7 @@ class DataConfig:
         vocab = replace(self.vocab, path=self.vocab.path or self.init_from)
         if vocab.strip_accents is not None or vocab.path:
             return vocab
-        languages = {source.language for source in self.corpus.each_source()}
+        languages = {source.language.split("-")[0] for source in self.corpus.each_source()}
         strips = vocab.lowercase and languages <= WITHOUT_ACCENTS
         return replace(vocab, strip_accents=strips)
 

@@ -93,12 +93,12 @@ def scan_group(
                     parts = map(keep_spaces, lines, parts)
                 sentences = list(chain.from_iterable(parts))
                 taken = len(document.encode("utf-8", "replace"))  # may have lost paragraphs
-                for _ in range(copies):
-                    writers[SPLITS[held_out]].add(sentences, taken)
-                if copies and not sentences:
-                    rejects.add("without words")
+                for i in range(copies):
+                    writers[SPLITS[held_out]].add(sentences, taken, is_copy=i > 0)
             hashes.append(chunk_hash.hexdigest())
         stats = {name: writer.close() for name, writer in writers.items()}
+        if wordless := sum(writer.wordless for writer in writers.values()):
+            rejects.add("without words", wordless)
         stats |= {"bytes": size, "read": read, "rejects": rejects.causes, "sha256": "".join(hashes)}
         (folder / "words.txt").write_bytes(b"\n".join(map(write_ids, index) if whole else index))
         for split in SPLITS:
@@ -129,15 +129,18 @@ class WordWriter:
         folder.mkdir()
         self.folder, self.number = folder, number
         self.sentences: list[str] = []
-        self.sizes: list[int] = []  # sentences in each document that is not yet written
+        # of each document that is not yet written: sentences, bytes, and whether it is there twice
+        self.sizes, self.bytes, self.are_copies = [], [], []
+        self.wordless = 0  # documents without words, which are left out
         self.waiting = 0  # characters not yet written
         self.stats = {"bytes": 0, "documents": 0, "sentences": 0, "words": 0}
 
-    def add(self, sentences: list[str], size: int) -> None:
+    def add(self, sentences: list[str], size: int, is_copy: bool = False) -> None:
         """Add a document of `size` bytes, and write out those that wait if they fill a batch."""
-        self.stats["bytes"] += size if sentences else 0
         self.sentences += sentences
         self.sizes.append(len(sentences))
+        self.bytes.append(size)
+        self.are_copies.append(is_copy)
         self.waiting += sum(map(len, sentences))
         if self.waiting > BATCH_CHARACTERS:
             self.flush()
@@ -151,13 +154,16 @@ class WordWriter:
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
         for name, values in zip(SCAN_FILES, arrays, strict=False):  # units only with a segmenter
             append_array(self.folder / name, values.astype("<" + name[-2:], copy=False))
+        self.wordless += int(np.sum((sizes == 0) & ~np.array(self.are_copies, bool)))
         for name, number in (
+            ("bytes", np.array(self.bytes, np.int64)[sizes > 0].sum()),
             ("documents", np.count_nonzero(sizes)),
             ("sentences", np.count_nonzero(words)),
             ("words", len(numbers)),
         ):
             self.stats[name] += int(number)
-        self.sentences, self.sizes, self.waiting = [], [], 0
+        self.sentences, self.waiting = [], 0
+        self.sizes, self.bytes, self.are_copies = [], [], []
 
     def close(self) -> dict[str, int]:
         self.flush()

@@ -56,9 +56,10 @@ from data_pipeline.vocabulary.training import write_tokenizer
 
 MOST_BAD = 0.01  # share of bad rows of a source that may be skipped
 CHINESE = (
-    "most of it is Chinese, and its language is en; set corpus.language=zh, and "
+    "most of it is Chinese, and its language is {}; set corpus.language=zh, and "
     "corpus.word_segmenter=segmenter, by which whole words are masked in place of characters"
 )
+SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chinese characters
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
 LANGUAGE_SAMPLE = 1 << 16  # characters of each source by which Chinese is recognised
 # Of the files in `work`: 1 and 2 divided the text among the tasks in another way, 3 kept no
@@ -162,8 +163,9 @@ def write_vocab(work: Work) -> None:
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
     for i, source in enumerate(work.corpus.each_source()):
         sample = "".join(sample_source(work, i, LANGUAGE_SAMPLE))
-        if source.language == "en" and is_chinese(sample):  # which nobody has set
-            print(red(f"warning: {name_source(source)}: {CHINESE}"))
+        if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
+            told = CHINESE.format(source.language)
+            print(red(f"warning: {name_source(source)}: {told}"))
     print_report(report)
 
 
@@ -202,6 +204,12 @@ def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileCh
                 f"{what} holds no text ({name_source(source)}; left out: {left_out(causes)}); "
                 "correct corpus"
             )
+    held_out = sum(s["held_out"]["documents"] for s in stats)
+    if not documents:
+        raise UserError(
+            f"all {held_out:,} documents are held out, and none is left to train on; lower "
+            "corpus.held_out_fraction, or add text"
+        )
     if config.data.objective == "nsp" and documents < 2:
         raise UserError(
             "next-sentence prediction needs two documents or more, since a random B comes from "

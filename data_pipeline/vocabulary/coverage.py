@@ -37,6 +37,7 @@ def report_vocabulary(
     words, or on the training words if none are held out.
     """
     size = sum(not piece.startswith("[unused") for piece in pieces[kept:]) + kept
+    learned = [piece for piece in pieces[kept:size] if piece not in SPECIAL_TOKENS]
     merges = next((i for i in range(kept, size) if is_merge(pieces[i])), size)
     sizes = sorted({merges + (size - merges) * quarter // 4 for quarter in (1, 2, 3, 4)})
     words = held_out or train
@@ -48,7 +49,7 @@ def report_vocabulary(
         "words_too_long": train.junk,
         "occurrences_of_rare_words_dropped": train.dropped,
         "counts_too_small_by_at_most": train.shortfall,
-        "longest_pieces": sorted(pieces[kept:size], key=lambda p: (-len(bare(p)), p))[:LONGEST],
+        "longest_pieces": sorted(learned, key=lambda p: (-len(bare(p)), p))[:LONGEST],
         "measured_on": "held_out" if held_out else "train",
         "measured_words": sum(words.values()) + words.junk,
         "sizes": [

@@ -337,6 +337,27 @@ def test_each_source_is_read_its_own_way_and_ends_in_a_line(tmp_path: Path, caps
     assert sum(source["tokens"] for source in manifest["sources"]) == tokens
 
 
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_documents_without_words_are_counted_and_have_no_bytes(tmp_path: Path, weight: float):
+    lines = ["One two."] * 3 + ["\u200b\u200b"] * 4 + ["Three."]
+    (tmp_path / "a.txt").write_text("\n".join(lines), encoding="utf-8")
+    source = SourceConfig(files=str(tmp_path / "a.txt"), layout="line", weight=weight)
+    config = config_of(tmp_path, [source], size=20, held_out_fraction=0.0, deduplicate=False)
+    prepare(config, workers=1)
+    manifest = json.loads((tmp_path / "data/store/manifest.json").read_text())
+    assert manifest["sources"][0]["rejects"] == {"without words": 4}
+    assert manifest["train"]["documents"] == 4 * weight
+    assert manifest["train"]["bytes"] == (3 * 8 + 6) * weight
+
+
+def test_a_corpus_that_is_held_out_as_a_whole_is_told(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("One document.\n")
+    source = SourceConfig(files=str(tmp_path / "a.txt"))
+    config = config_of(tmp_path, [source], held_out_fraction=0.999999)
+    with pytest.raises(UserError, match="all 1 documents are held out.*lower corpus.held_out"):
+        prepare(config, workers=1)
+
+
 def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
     (tmp_path / "a.txt").write_text("Some text.\n")
     (tmp_path / "b.txt").write_text("\n \n")
@@ -354,6 +375,11 @@ def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
         ("{sources: [{files: b}, {}]}", r"corpus\.sources\[1\] needs exactly one of"),
         ("{sources: [{files: b, weight: 0}]}", r"sources\[0\]\.weight 0\.0 is not in"),
         ("{sources: [{files: b, weight: .nan}]}", r"sources\[0\]\.weight nan is not in"),
+        ("{builtin: python-docs, layout: line}", "corpus.layout is of files, and corpus has a bui"),
+        (
+            "{sources: [{dataset: {path: json}, text_field: body}]}",
+            r"sources\[0\]\.text_field is of files, .* name the column in dataset.text_column",
+        ),
         ("{sources: [b.txt]}", r"c\.yaml, key corpus\.sources"),
         ("{sources: {files: b}}", r"c\.yaml: corpus\.sources is not a list of sources"),
         (
