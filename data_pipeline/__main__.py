@@ -5,7 +5,6 @@ from pathlib import Path
 
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.signals import catch_signals
-from data_pipeline.config import DataConfig, load_config
 
 
 def main() -> None:
@@ -23,9 +22,11 @@ def main() -> None:
     array_task = read_array_task(args.task_index, args.num_tasks)
     if (array_task is not None) + args.finish + args.verify > 1:
         raise UserError("--task-index, --finish and --verify are different commands; give one")
+    from data_pipeline.config import DataConfig, load_config  # slow: a signal may come meanwhile
+
     config = load_config(DataConfig, args.config, args.overrides)
 
-    # slow imports come after the config, so that a mistake in it shows at once
+    # the slowest come after the config, so that a mistake in it shows at once
     from data_pipeline.build.prepare import prepare
     from data_pipeline.sampling.soundness import check_data
 

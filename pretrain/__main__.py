@@ -8,13 +8,14 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.signals import catch_signals, die_with_launcher, outlive_readers
-from data_pipeline.config import load_config
 from pretrain import recipes
-from pretrain.config import Config
 
+T = TypeVar("T")
 PATIENCE = 10.0  # seconds in which the first process of a machine tells a mistake in the config
 
 
@@ -28,18 +29,21 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args()
-    config = read_config(args.config, args.overrides)
+    from data_pipeline.config import load_config  # a signal may come during any import
+    from pretrain.config import Config
+
+    config = tell_once(lambda: load_config(Config, args.config, args.overrides))
 
     from pretrain.train import train  # slow, so a mistake in the config is reported first
 
     train(config)
 
 
-def read_config(path: str, overrides: list[str]) -> Config:
+def tell_once(read: Callable[[], T]) -> T:
     """Read the config; of a mistake in it the first process of each machine tells, and its launcher
     ends the others meanwhile."""
     try:
-        return load_config(Config, path, overrides)
+        return read()
     except UserError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(PATIENCE)

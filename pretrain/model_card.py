@@ -290,6 +290,8 @@ def limits(config: Config, state: dict, lowercase: bool, positions: int) -> str:
     if known < positions:
         further += f" Positions {known + 1:,} to {positions:,} continue the trained ones, "
         further += "untrained."
+    if positions < known:
+        further += f" Only the first {positions:,} positions were exported."
     trained = f"{model.hidden_dropout_prob:g} and {model.attention_probs_dropout_prob:g}"
     lines = [
         f"No sequence in training was longer than {longest:,} tokens.{further}",

@@ -150,6 +150,7 @@ def check_settings(args: argparse.Namespace) -> None:
         f"no exported model in {args.model}; python -m pretrain.export makes one"
         + name_export(args.model),
     )
+    check(not args.out.is_file(), f"--out {args.out} is a file; name a folder")
     settings = read_settings(args.model)
     layers, longest = settings.get("num_hidden_layers", 12), longest_sequence(settings)
     check(
@@ -215,6 +216,8 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         f"{args.train} holds one label only; wanted two or more",
     )
     check(task.outputs, f"{args.train} holds no label")
+    numbers = {example.label for example in examples["train"]} if args.task == "regression" else {}
+    check(len(numbers) != 1, f"{args.train} holds one number only; wanted two or more")
     tokenizer, splits = load_pretrained(AutoTokenizer, args.model), {}
     for name, part in examples.items():
         units = task.encode(part, tokenizer, args.max_length)

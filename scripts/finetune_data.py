@@ -27,6 +27,8 @@ COLUMNS = {
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
 MOST_WORDS = 10_000  # of a sentence
+# of columns, which stand above no words
+NAMES = {name for names in COLUMNS.values() for name in names} | {"word", "token", "tag", "pos"}
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)")  # above a sentence of a CoNLL file
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
 SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
@@ -218,7 +220,9 @@ def labelled_texts(row: Row, task: str) -> Example:
     if task == "multi_label":
         names = label if isinstance(label, list) else [] if label is None else str(label).split(",")
         check(
-            all(map(is_name, names)) and len(set(names)) == len(names),
+            not isinstance(label, bool | dict)
+            and all(map(is_name, names))
+            and len(set(names)) == len(names),
             f"{row.place}: label is {label!r:.60}; wanted the names of the labels, each once",
         )
         label = [str(item).strip() for item in names if str(item).strip()]
@@ -290,6 +294,11 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
                 yield Example(f"{path}:{start}", words, tags)
             words, tags, start = [], [], number + 1
         elif len(cells) > 1 and len(cells) >= max(word, tag) and cells[tag - 1].strip():
+            names = {cells[word - 1].lower(), cells[tag - 1].strip().lower()}
+            check(
+                number > 1 or not names <= NAMES,
+                f"{path}:1 names columns; wanted a word and its tag on each line, the first one too",
+            )
             words.append(cells[word - 1])
             tags.append(cells[tag - 1].strip())
             check(

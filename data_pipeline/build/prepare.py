@@ -165,6 +165,8 @@ def is_prepared(work: Work) -> bool:
         different = [] if manifest["key"] == key else ["its version did not record which"]
     else:
         different = list_differences(manifest, work.settings)
+    if extend := work.config.vocab.extend:  # by which the size is another
+        different = [f"{d} by vocab.extend={extend}" if ".size was" in d else d for d in different]
     if different:
         raise UserError(
             f"{work.data_dir} was built from another corpus or with other settings of corpus or "

@@ -91,6 +91,8 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
                     offset += len(block) - len(error.object) + error.start
                     line = error.object.rfind(b"\n", 0, error.start) + 1
                     reason, seen = error.reason, error.object[line:]
+                if not block and is_utf8:  # all before it was UTF-8
+                    seen = None
                 raise not_text(chunk.path, source, offset, reason, seen) from None
             if position == 0:
                 text = text.removeprefix("\ufeff")
@@ -112,15 +114,18 @@ def check_unpacked(path: str, size: int) -> None:
         )
 
 
-def not_text(path: str, source: SourceConfig, offset: int, reason: str, seen: bytes) -> UserError:
+def not_text(
+    path: str, source: SourceConfig, offset: int, reason: str, seen: bytes | None
+) -> UserError:
     """Build the error for a byte that is invalid in a file's encoding, with a guess at the cause.
 
-    offset: of the byte in the file. reason: of the decoder. seen: the bytes around it.
+    offset: of the byte in the file. reason: of the decoder. seen: the bytes around it; None: the
+    file is UTF-8 up to the character that it ends in.
     """
     with open_bytes(path) as file:
         head = read(file, 8, path)
-    looks = guess(head, seen)
-    if looks == "UTF-8 with errors" and codecs.lookup(source.encoding).name != "utf-8":
+    looks = "UTF-8 with errors" if seen is None else guess(head, seen)
+    if looks == "UTF-8 with errors" and not codecs.lookup(source.encoding).name.startswith("utf-8"):
         looks = "encoding=utf-8"
     advice = f"it looks like {looks.removeprefix('encoding=')}: "
     if looks.startswith("encoding="):

@@ -13,7 +13,9 @@ import torch
 from helpers import TWO_STEPS, assert_same_run, command, fork, run, train_here
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.config import load_config
 from pretrain import __main__ as main
+from pretrain.config import Config
 from pretrain.processes import trains_on_gpu
 
 
@@ -58,7 +60,7 @@ def test_a_process_tells_a_mistake_that_the_first_of_its_machine_has_not_made(
     monkeypatch.setattr(main, "PATIENCE", 0.1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(UserError, match="unknown key seeds"):
-        main.read_config(str(prepared / "config.yaml"), ["seeds=1"])
+        main.tell_once(lambda: load_config(Config, str(prepared / "config.yaml"), ["seeds=1"]))
 
 
 def test_a_rank_that_would_evaluate_otherwise_is_named(prepared: Path, tmp_path: Path) -> None:

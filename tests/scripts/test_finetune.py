@@ -813,6 +813,10 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("multi_label", "a.jsonl", '{"text": "x", "label": ["y", null]}', r"; wanted the names"),
         ("regression", "a.jsonl", f'{{"text": "x", "label": {"9" * 400}}}', r":1: label is 9999"),
         ("regression", "a.tsv", "sentence\tlabel\nx\tnan\n", r"a.tsv:2: label is 'nan', not"),
+        ("multi_label", "a.jsonl", '{"text": "x", "label": {"y": 1}}', r"; wanted the names"),
+        ("multi_label", "a.jsonl", '{"text": "x", "label": true}', r"label is True; wanted the n"),
+        ("tagging", "a.tsv", "word\ttag\nx\tO\n", r"a.tsv:1 names columns; wanted a word and"),
+        ("tagging", "a.tsv", "sentence\tlabel\nx\t1\n", r"a.tsv:1 names columns; wanted a word"),
         ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.conll", "x\tO\ny\t\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
@@ -888,7 +892,7 @@ def test_what_would_fail_after_the_training_fails_before(
 ) -> None:
     monkeypatch.setattr(finetune, "judge_network", None)  # which nothing reaches
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(UserError, match="--out .*file is a file; name a folder"):
         run(monkeypatch, exported, "classification", tasks, tmp_path / "file")
     monkeypatch.setattr(finetune, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="--also bow needs scikit-learn"):

@@ -220,6 +220,8 @@ def test_utf_8_that_is_read_as_another_encoding_is_recognised(tmp_path: Path):
             (CHINESE * 3).encode() + b"\xff\n" + CHINESE.encode(),
             r"byte 291 .* errors: mend .*errors=replace",
         ),
+        (CHINESE.encode()[:-2], r"byte 93 .*end of data.* errors: mend .*errors=replace"),
+        (b"A caf\xc3", r"byte 5 .*end of data.* errors: mend .*errors=replace"),
     ],
 )
 def test_what_is_no_text_at_all_is_named(tmp_path: Path, data: bytes, message: str):
