@@ -297,7 +297,7 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
             names = {cells[word - 1].lower(), cells[tag - 1].strip().lower()}
             check(
                 number > 1 or not names <= NAMES,
-                f"{path}:1 names columns; wanted a word and its tag on each line, the first one too",
+                f"{path}:1 names columns; wanted a word and its tag on each line, the first too",
             )
             words.append(cells[word - 1])
             tags.append(cells[tag - 1].strip())

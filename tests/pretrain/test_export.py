@@ -691,7 +691,8 @@ def test_the_card_tells_which_positions_were_never_trained(prepared) -> None:
     phases = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 512}]"
     assert "Positions 65 to 512 continue" in card_of(prepared, phases, step=8)[1]
     assert "continue the trained" not in card_of(prepared, phases, step=9)[1]
-    more = ("train.phases=[{steps: 12, max_seq_length: 1024}]", "model.max_position_embeddings=1024")
+    phase = "train.phases=[{steps: 12, max_seq_length: 1024}]"
+    more = (phase, "model.max_position_embeddings=1024")
     assert "Only the first 512 positions were exported" in card_of(prepared, *more, step=9)[1]
     assert "Only the first" not in card_of(prepared, phases, step=9)[1]
     assert "longer than 512 tokens" in card_of(prepared, phases, step=9)[1]
