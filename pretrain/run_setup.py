@@ -221,7 +221,8 @@ def check_resources(config: Config, vocab_size: int) -> None:
     # on a CPU also what the main process copies for a checkpoint: all but the gradients
     held = copies if on_gpu else copies + (copies - 1) / ranks
     number = check_memory(config.model, vocab_size, config.data.objective, held, memory)
-    there = sum(p.stat().st_size for p in Path(config.run_dir).glob("checkpoints/step-*/*"))
+    files = Path(config.run_dir).glob("checkpoints/step-*/*")
+    there = sum(path.stat().st_size for path in files if path.is_file())
     wanted = 4 * (copies - 1) * number * count_kept(train) - there
     run_dir, linked = Path(config.run_dir), Path(config.run_dir, "checkpoints")
     folder = linked if linked.is_symlink() else run_dir  # perhaps to another disk
