@@ -73,6 +73,12 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zs
 SLOW = (".bz2", ".xz")  # several times as slow to decompress as it is to read a copy
 
 
+def compression(path: str) -> str:
+    """Return the ending of a compressed file, such as ".gz"; "" of any other."""
+    suffix = os.path.splitext(path)[1].lower()
+    return suffix if suffix in OPENERS else ""
+
+
 def open_file(path: str) -> BinaryIO:
     """Open a file without decompressing it; raises `UserError` if permission is denied."""
     try:
@@ -86,10 +92,10 @@ def open_bytes(path: str) -> BinaryIO:
 
     Raises `UserError` for a compressed file of no bytes, which gzip and zstandard take for no text.
     """
-    suffix, file = os.path.splitext(path.lower())[1], open_file(path)
-    if suffix in OPENERS and not os.path.getsize(path):
+    suffix, file = compression(path), open_file(path)
+    if suffix and not os.path.getsize(path):
         raise UserError(f"{path} is damaged or not what its name says: it has no bytes")
-    return OPENERS[suffix](file) if suffix in OPENERS else file
+    return OPENERS[suffix](file) if suffix else file
 
 
 def read(file: BinaryIO, size: int, path: str) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import DatasetConfig, SourceConfig, to_list
-from data_pipeline.corpus.files import SLOW, guess, is_mostly_nul, open_bytes, read
+from data_pipeline.corpus.files import SLOW, compression, guess, is_mostly_nul, open_bytes, read
 
 MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
 MOST_RATIO, SURE_BYTES = 200, 1 << 26  # of unpacked to packed bytes, beyond the first 64 MB
@@ -440,7 +440,7 @@ def is_costly(path: str, layout: str | None) -> bool:
 
     layout: None for text.
     """
-    return path.lower().endswith(SLOW) or layout is not None and READERS[layout].is_costly
+    return compression(path) in SLOW or layout is not None and READERS[layout].is_costly
 
 
 def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> Iterator[str]:

@@ -32,7 +32,7 @@ import numpy as np
 from data_pipeline.common.arrays import append_array, save_array
 from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
-from data_pipeline.corpus.files import OPENERS
+from data_pipeline.corpus.files import compression
 from data_pipeline.corpus.readers import READERS, FileChunk, Rejects, is_costly, read_documents
 from data_pipeline.corpus.sources import BLOCK_BYTES, CHUNK_BYTES
 
@@ -68,7 +68,7 @@ def count_bytes(chunks: list[FileChunk]) -> float:
 
 def text_bytes(chunk: FileChunk) -> int:
     """Estimate the bytes of text in a chunk."""
-    packed = READERS[chunk.layout].is_compressed or chunk.path.lower().endswith(tuple(OPENERS))
+    packed = READERS[chunk.layout].is_compressed or compression(chunk.path)
     return chunk.size * (EXPANSION if packed else 1)
 
 

@@ -17,7 +17,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import MARKER
 from data_pipeline.common.reading import read_json
 from data_pipeline.config import CorpusConfig, SourceConfig, check_choice, to_list
-from data_pipeline.corpus.files import OPENERS, open_bytes, open_file, read
+from data_pipeline.corpus.files import compression, open_bytes, open_file, read
 from data_pipeline.corpus.readers import BLANK_LINES, READERS, FileChunk, clean_text, open_dataset
 
 CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
@@ -139,9 +139,8 @@ def list_saved(folder: str) -> list[str]:
 
 def layout_by_name(path: str) -> str | None:
     """Tell a file's layout (`jsonl`, `csv`, ...) from its suffix; None for text."""
-    name, suffix = os.path.splitext(path.lower())
-    if suffix in OPENERS:
-        suffix = os.path.splitext(name)[1]
+    path = path.lower()
+    suffix = os.path.splitext(path.removesuffix(compression(path)))[1]
     return next((name for name, reader in READERS.items() if suffix in reader.suffixes), None)
 
 
@@ -167,10 +166,9 @@ def cut_file(
     boundary: matches the bytes between two documents; None if the file cannot be cut.
     Returns the single range (0, None) for a small file and for one that cannot be cut.
     """
-    is_packed = os.path.splitext(path.lower())[1] in OPENERS
     is_wide = "\n".encode(encoding) != b"\n"  # UTF-16 and the like: other line ends
     is_wide |= codecs.lookup(encoding).name == "iso2022_kr"  # told by the first bytes of a file
-    if boundary is None or is_packed or is_wide or size <= CHUNK_BYTES:
+    if boundary is None or compression(path) or is_wide or size <= CHUNK_BYTES:
         return [(0, None)]
     cuts = [0]
     with open(path, "rb") as file:
