@@ -129,8 +129,8 @@ class WordWriter:
         folder.mkdir()
         self.folder, self.number = folder, number
         self.sentences: list[str] = []
-        # of each document that is not yet written: sentences, bytes, and whether it is there twice
-        self.sizes, self.bytes, self.are_copies = [], [], []
+        # of each document that is not yet written: sentences, bytes, whether it is a further copy
+        self.documents: list[tuple[int, int, bool]] = []
         self.wordless = 0  # documents without words, which are left out
         self.waiting = 0  # characters not yet written
         self.stats = {"bytes": 0, "documents": 0, "sentences": 0, "words": 0}
@@ -138,9 +138,7 @@ class WordWriter:
     def add(self, sentences: list[str], size: int, is_copy: bool = False) -> None:
         """Add a document of `size` bytes, and write out those that wait if they fill a batch."""
         self.sentences += sentences
-        self.sizes.append(len(sentences))
-        self.bytes.append(size)
-        self.are_copies.append(is_copy)
+        self.documents.append((len(sentences), size, is_copy))
         self.waiting += sum(map(len, sentences))
         if self.waiting > BATCH_CHARACTERS:
             self.flush()
@@ -149,21 +147,21 @@ class WordWriter:
         firsts = range(0, len(self.sentences) or 1, BATCH_SENTENCES)  # one document can be huge
         parts = [self.number(self.sentences[i : i + BATCH_SENTENCES]) for i in firsts]
         numbers, words, *starts = map(np.concatenate, zip(*parts, strict=True))
-        document = np.repeat(np.arange(len(self.sizes)), self.sizes)[words > 0]
-        sizes = np.bincount(document, minlength=len(self.sizes))
+        before, size, is_copy = np.array(self.documents, np.int64).reshape(-1, 3).T
+        document = np.repeat(np.arange(len(before)), before)[words > 0]
+        sizes = np.bincount(document, minlength=len(before))
         arrays = (numbers, words[words > 0], sizes[sizes > 0], *starts)
         for name, values in zip(SCAN_FILES, arrays, strict=False):  # units only with a segmenter
             append_array(self.folder / name, values.astype("<" + name[-2:], copy=False))
-        self.wordless += int(np.sum((sizes == 0) & ~np.array(self.are_copies, bool)))
+        self.wordless += int(np.sum((sizes == 0) & (is_copy == 0)))
         for name, number in (
-            ("bytes", np.array(self.bytes, np.int64)[sizes > 0].sum()),
+            ("bytes", size[sizes > 0].sum()),
             ("documents", np.count_nonzero(sizes)),
             ("sentences", np.count_nonzero(words)),
             ("words", len(numbers)),
         ):
             self.stats[name] += int(number)
-        self.sentences, self.waiting = [], 0
-        self.sizes, self.bytes, self.are_copies = [], [], []
+        self.sentences, self.documents, self.waiting = [], [], 0
 
     def close(self) -> dict[str, int]:
         self.flush()

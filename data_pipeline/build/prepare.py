@@ -165,12 +165,11 @@ def is_prepared(work: Work) -> bool:
         different = [] if manifest["key"] == key else ["its version did not record which"]
     else:
         different = list_differences(manifest, work.settings)
-    if extend := work.config.vocab.extend:  # by which the size is another
-        different = [f"{d} by vocab.extend={extend}" if ".size was" in d else d for d in different]
     if different:
+        added = ", vocab.extend included" * bool(work.config.vocab.extend)  # in vocab.size
         raise UserError(
             f"{work.data_dir} was built from another corpus or with other settings of corpus or "
-            f"vocab ({'; '.join(different)}); restore them, or choose another data_dir"
+            f"vocab ({'; '.join(different)}{added}); restore them, or choose another data_dir"
         )
     return (work.data_dir / "vocab/vocab.txt").exists()
 

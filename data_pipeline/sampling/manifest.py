@@ -79,6 +79,7 @@ def list_other_settings(config: DataConfig, manifest: dict) -> list[str]:
     """Describe how settings of the vocabulary and the corpus differ from those that the store of a
     manifest was built with, as far as they tell it without the text."""
     built, sources = manifest.get("settings", {}), config.corpus.each_source()
+    places = {str(i): source for i, source in enumerate(sources)}
     number = len({match[1] for key in built if (match := OF_SOURCE.fullmatch(key))})
     if number not in (0, len(sources)):
         return [f"corpus had {number} sources, has {len(sources)}"]
@@ -87,7 +88,7 @@ def list_other_settings(config: DataConfig, manifest: dict) -> list[str]:
         section, _, name = key.partition(".")
         place = getattr(config, section, None)
         if match := OF_SOURCE.fullmatch(key):
-            place, name = sources[int(match[1]) % len(sources)], match[2]
+            place, name = places.get(match[1]), match[2]
             key = f"corpus.{name}" if len(sources) == 1 else key
         now = getattr(place, name, was)
         if name in ("path", "dataset") or is_file(str(now)) or (now is None and name == "size"):

@@ -296,7 +296,7 @@ def test_another_vocabulary_under_the_same_path_is_another_corpus(prepared: Path
     write_vocabulary(folder, [*OLD, "module"])
     with pytest.raises(UserError, match="with other settings of corpus or vocab"):
         prepare_with(prepared, tmp_path / "data", path=str(folder))
-    with pytest.raises(UserError, match=r"vocab.size was None, is \d+ by vocab.extend=10"):
+    with pytest.raises(UserError, match=r"vocab.size was None, is \d+, vocab.extend included"):
         prepare_with(prepared, tmp_path / "data", path=str(folder), extend=10)
 
 
