@@ -119,14 +119,13 @@ class SourceConfig:
             f"{key}.language is {self.language!r}; give an ISO 639 code such as en or zh; no is "
             "false in YAML, so put it in quotes",
         )
-        for item in fields(SourceConfig) if not self.files else ():
-            if item.name in OF_FILES:
-                check(
-                    getattr(self, item.name) == item.default,
-                    f"{key}.{item.name} is of files, and {key} has a {given[0]}; leave it out"
-                    + ", and name the column in dataset.text_column"
-                    * (item.name == "text_field" and given == ["dataset"]),
-                )
+        for item in fields(SourceConfig):
+            has_effect = self.files or item.name not in OF_FILES
+            check(
+                has_effect or getattr(self, item.name) == item.default,
+                f"{key}.{item.name} is of files, and {key} has a {given[0]}; leave it out (the "
+                "column of a dataset is its text_column)",
+            )
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         check_choice(f"{key}.on_bad_row", self.on_bad_row, ("stop", "skip"))
         words, sentences = self.word_segmenter, self.sentence_splitter

@@ -380,7 +380,7 @@ def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
         ("{builtin: python-docs, layout: line}", "corpus.layout is of files, and corpus has a bui"),
         (
             "{sources: [{dataset: {path: json}, text_field: body}]}",
-            r"sources\[0\]\.text_field is of files, .* name the column in dataset.text_column",
+            r"sources\[0\]\.text_field is of files, .* leave it out .*its text_column",
         ),
         ("{sources: [b.txt]}", r"c\.yaml, key corpus\.sources"),
         ("{sources: {files: b}}", r"c\.yaml: corpus\.sources is not a list of sources"),
