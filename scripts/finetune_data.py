@@ -27,7 +27,7 @@ COLUMNS = {
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
 MOST_WORDS = 10_000  # of a sentence
-# of columns, which stand above no words
+# of columns, in a first line that tags no word
 NAMES = {name for names in COLUMNS.values() for name in names} | {"word", "token", "tag", "pos"}
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)")  # above a sentence of a CoNLL file
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
@@ -294,9 +294,8 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
                 yield Example(f"{path}:{start}", words, tags)
             words, tags, start = [], [], number + 1
         elif len(cells) > 1 and len(cells) >= max(word, tag) and cells[tag - 1].strip():
-            names = {cells[word - 1].lower(), cells[tag - 1].strip().lower()}
             check(
-                number > 1 or not names <= NAMES,
+                number > 1 or not {cells[word - 1].lower(), cells[tag - 1].lower()} <= NAMES,
                 f"{path}:1 names columns; wanted a word and its tag on each line, the first too",
             )
             words.append(cells[word - 1])

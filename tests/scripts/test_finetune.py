@@ -221,12 +221,22 @@ def test_a_bag_of_words_knows_its_training_texts_only_and_heeds_its_strength() -
     assert accuracies == [0.75, 1.0]  # the second sentences tell the labels
 
 
-def test_training_data_without_any_label_are_refused(exported, tmp_path, monkeypatch) -> None:
-    (tmp_path / "topics").mkdir()
+@pytest.mark.parametrize(
+    ("task", "line", "message"),
+    [
+        ("multi_label", '{"text": "x", "labels": []}', "holds no label"),
+        ("regression", '{"text": "x", "label": 2.5}', "holds one number only"),
+        ("classification", '{"text": "x", "label": "a"}', "holds one label only"),
+    ],
+)
+def test_training_data_that_teach_nothing_are_refused(
+    task, line, message, exported, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setitem(FILES, task, "{}.jsonl")
     for part in ("train", "dev", "test"):
-        (tmp_path / f"topics/{part}.jsonl").write_text('{"text": "x", "labels": []}\n')
-    with pytest.raises(UserError, match="train.jsonl holds no label"):
-        run(monkeypatch, exported, "multi_label", tmp_path, tmp_path / "out", QUICK)
+        (tmp_path / f"{part}.jsonl").write_text(f"{line}\n")
+    with pytest.raises(UserError, match=f"train.jsonl {message}"):
+        run(monkeypatch, exported, task, tmp_path, tmp_path / "out", QUICK)
 
 
 def test_random_weights_differ_by_seed_and_are_not_those_of_the_export(exported, tasks) -> None:
