@@ -85,17 +85,19 @@ class Clock:
         self.started, self.waited, self.away = time.perf_counter(), 0.0, 0.0
         self.tokens = self.sequences = self.flops = 0
 
-    def waiting(self, steps: Iterable[tuple[list[Batch], int]]) -> Iterator[list[Batch]]:
+    def waiting(self, steps: Iterable[tuple[list[Batch], int, int]]) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, adding up their sizes and the time spent waiting.
 
-        steps: (micro-batches, FLOPs of the step).
+        steps: (micro-batches and their FLOPs, of this process; sequences of all processes), since
+        one process may have more of the sequences than another.
         """
         steps, asked = iter(steps), time.perf_counter()
-        for batches, flops in steps:
+        for batches, flops, sequences in steps:
             self.waited += time.perf_counter() - asked
-            self.tokens += sum(len(batch.input_ids) for batch in batches)
-            self.sequences += sum(len(batch.next_sentence_label) for batch in batches)
-            self.flops += flops
+            of_all = sequences / sum(len(batch.next_sentence_label) for batch in batches)
+            self.tokens += of_all * sum(len(batch.input_ids) for batch in batches)
+            self.sequences += sequences
+            self.flops += of_all * flops
             yield batches
             asked = time.perf_counter()
 
@@ -111,15 +113,15 @@ class Clock:
         """Compute the rates since the last call and start a new interval."""
         seconds = time.perf_counter() - self.started
         rates = {
-            "perf/tokens_per_second": self.tokens * self.world_size / seconds,
-            "perf/sequences_per_second": self.sequences * self.world_size / seconds,
-            "perf/tflops": 1e-12 * self.flops * self.world_size / seconds,
+            "perf/tokens_per_second": self.tokens / seconds,
+            "perf/sequences_per_second": self.sequences / seconds,
+            "perf/tflops": 1e-12 * self.flops / seconds,
             "perf/data_wait": self.waited / seconds,
             "perf/paused": self.away / (self.away + seconds),
             "perf/memory_gb": peak_memory() / 1e9,
         }
         if self.peak:
-            rates["perf/mfu"] = self.flops / seconds / self.peak
+            rates["perf/mfu"] = self.flops / self.world_size / seconds / self.peak
         self.reset()
         return rates
 

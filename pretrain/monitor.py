@@ -31,6 +31,7 @@ class Monitor:
     unknown: id of [UNK].
     state: `Monitor.state` of the checkpoint; empty in a new run.
     log_line: called with each warning.
+    start: step that this start of the run goes on from.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class Monitor:
         unknown: int,
         state: dict,
         log_line: Callable[[str], None],
+        start: int = 0,
     ):
         fresh = {"skipped": 0, "in_a_row": 0, "norms": [], "said": [], "loss": 0.0}
         fresh |= {"losses": [], "above": 0}
         fresh |= {"rollbacks": 0, "went_back_to": None, "rolled_back_at": 0}
         self.state = fresh | state
         train, self.log_line, self.entropy = phases[0].train, log_line, unigram_entropy(counts)
-        self.log_every = train.log_every
+        self.log_every, self.start = train.log_every, start
         self.guessing = math.log(len(counts))
         # by this step even slow recipes like BERT's have left the plateau, if the model learns
         self.late = min(train.max_steps // 2, train.warmup_steps + 5000)
@@ -151,8 +153,8 @@ class Monitor:
         Returns further metrics to log: skipped steps, and 1 for each warning so far.
         """
         wait = metrics["perf/data_wait"]
-        # the first interval always waits, since prefetching starts with it
-        if wait > MUCH_WAITING and done > self.log_every:
+        # the first interval of a start always waits, since prefetching starts with it
+        if wait > MUCH_WAITING and done > self.start + self.log_every:
             self.warn("data_wait", f"{wait:.0%} of the time is spent waiting for data")
         loss, right = metrics["train/mlm_loss"], metrics.get("train/nsp_accuracy", 1.0)
         if math.isfinite(loss):  # else all steps since the last line were skipped

@@ -147,7 +147,7 @@ class Record:
         self.log_line = self.bar.write if run.is_main else lambda line: None
         counts, unknown = sample_counts(run.store), run.store.vocabulary["[UNK]"]
         kept = state.get("monitor", {})
-        self.monitor = Monitor(run.phases, counts, unknown, kept, self.log_line)
+        self.monitor = Monitor(run.phases, counts, unknown, kept, self.log_line, state["step"])
         if run.is_main:
             reports = run.config.tracking.wandb is not None
             is_due = state.get("evaluation_due", False)
@@ -189,14 +189,20 @@ class Record:
             self.tracker.log(step + 1, {}, skipped={"step": step} | batch)
 
 
-def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int]]:
-    """Prefetch the remaining steps: (micro-batches on the device, FLOPs of the step)."""
-    accelerator = run.accelerator
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int, int]]:
+    """Prefetch the remaining steps: (micro-batches on the device, their FLOPs, sequences of all
+    processes)."""
+    device, start = run.accelerator.device, run.state["step"]
+    place = run.accelerator.process_index, run.accelerator.num_processes
     flops = run.bare.count_flops
+    steps = read_steps(run.phases, run.sources, start, *place)
     return prefetch(
-        ([batch.to(accelerator.device) for batch in batches], sum(map(flops, batches)))
-        for batches in read_steps(run.phases, run.sources, run.state["step"], rank, world_size)
+        (
+            [batch.to(device) for batch in batches],
+            sum(map(flops, batches)),
+            phase_at(run.phases, step).train.global_batch_size,
+        )
+        for step, batches in enumerate(steps, start)
     )
 
 
@@ -270,10 +276,12 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
         if run.is_main:
             record.tracker.log(done, {}, rollback={"to": good.name, "done": done})
         return
+    kept = f"no good checkpoint is kept of {2 * SPIKE_STEPS} steps before"
+    if good:
+        kept = f"the last good checkpoint is {good}"
     stop_all(
-        f"{monitor.explain_spike(done)}; the last good checkpoint is {good or 'none'}. Lower "
-        "train.learning_rate or lengthen train.warmup_steps, in another run_dir, or go on with "
-        "train.on_spike=warn",
+        f"{monitor.explain_spike(done)}; {kept}. Lower train.learning_rate or lengthen "
+        "train.warmup_steps, in another run_dir, or go on with train.on_spike=warn",
         run.accelerator,
     )
 

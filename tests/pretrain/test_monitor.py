@@ -25,13 +25,13 @@ SOUND = {"train/mlm_loss": 0.5, "train/nsp_accuracy": 0.7, "perf/data_wait": 0.0
 
 
 def build(
-    state: dict | None = None, unknown: int = 0, train: TrainConfig = TRAIN
+    state: dict | None = None, unknown: int = 0, train: TrainConfig = TRAIN, start: int = 0
 ) -> tuple[Monitor, list[str]]:
     """A monitor of a text with four pieces, equally frequent but for the first, [UNK]."""
     said: list[str] = []
     phases = phases_of(Config(train=train))
     counts = np.array([unknown, 100, 100, 100])
-    return Monitor(phases, counts, 0, state or {}, said.append), said
+    return Monitor(phases, counts, 0, state or {}, said.append, start), said
 
 
 def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
@@ -341,7 +341,7 @@ def test_a_spike_without_a_checkpoint_before_it_stops_the_run(
 ) -> None:
     shorten(monkeypatch)
     raise_loss(monkeypatch, 6, 7)
-    with pytest.raises(UserError, match="the last good checkpoint is none"):
+    with pytest.raises(UserError, match="no good checkpoint is kept of 4 steps before. Lower"):
         train_here(prepared, tmp_path, "train.save_every=5")  # which is younger than 4 steps
 
 
@@ -465,6 +465,15 @@ def test_each_trouble_is_named_once_and_no_other(change: dict, named: str) -> No
     again, more = build(monitor.state)
     again.check_health(500, SOUND | change, 1000)
     assert not more
+
+
+@pytest.mark.parametrize("start, first", [(0, 10), (490, 500), (495, 500)])
+def test_no_start_is_blamed_for_the_data_that_its_first_interval_waits_for(start, first) -> None:
+    monitor, said = build(start=start)
+    monitor.check_health(first, SOUND | {"perf/data_wait": 0.2}, 1000)
+    assert not said
+    monitor.check_health(first + 10, SOUND | {"perf/data_wait": 0.2}, 1000)
+    assert len(said) == 1
 
 
 def test_what_is_slow_to_learn_is_given_half_of_the_run() -> None:

@@ -402,20 +402,22 @@ def test_counted_operations_are_those_of_a_step_without_any_padding(store, monke
     assert model.count_flops(batch) == counter.get_total_flops()
 
 
-def test_speed_counts_real_tokens_of_all_processes_and_mfu_those_of_one_card() -> None:
+def test_speed_counts_real_tokens_of_all_processes_and_mfu_the_mean_of_their_cards() -> None:
     clock = Clock(world_size=4, peak=1e6)
     one = torch.ones(7, dtype=torch.int64)
     batch = Batch(one, one, one, one, one, one, one, torch.ones(2), 1)
     clock.started -= 10.0
-    assert list(clock.waiting([([batch, batch], 1000), ([batch], 500)])) == [
+    # the batches of this process have 4 of 16 sequences, and then 2 of 7
+    assert list(clock.waiting([([batch, batch], 1000, 16), ([batch], 500, 7)])) == [
         [batch, batch],
         [batch],
     ]
     speed = clock.speed()
-    assert speed["perf/tokens_per_second"] == pytest.approx(21 * 4 / 10, rel=0.01)
-    assert speed["perf/sequences_per_second"] == pytest.approx(6 * 4 / 10, rel=0.01)
-    assert speed["perf/tflops"] == pytest.approx(1500 * 4 / 10 / 1e12, rel=0.01)
-    assert speed["perf/mfu"] == pytest.approx(1500 / 10 / 1e6, rel=0.01)
+    assert speed["perf/tokens_per_second"] == pytest.approx((16 + 7) * 3.5 / 10, rel=0.01)
+    assert speed["perf/sequences_per_second"] == pytest.approx((16 + 7) / 10, rel=0.01)
+    flops = (16 + 7) * 250
+    assert speed["perf/tflops"] == pytest.approx(flops / 10 / 1e12, rel=0.01)
+    assert speed["perf/mfu"] == pytest.approx(flops / 4 / 10 / 1e6, rel=0.01)
     assert 1e7 < speed["perf/memory_gb"] * 1e9 < 1e12
 
 
