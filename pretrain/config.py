@@ -10,7 +10,14 @@ from omegaconf import DictConfig
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
 from data_pipeline.config import DataConfig, PairsConfig, check, check_choice, check_numbers, number
-from pretrain.families import FAMILIES, SHARED, Family, read_hf_config, read_settings
+from pretrain.families import (
+    FAMILIES,
+    SHARED,
+    Family,
+    check_computable,
+    read_hf_config,
+    read_settings,
+)
 
 
 @dataclass
@@ -116,6 +123,12 @@ class ModelConfig:
             ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
         )
         check_choice("model.position_embedding_type", self.position_embedding_type, ("absolute",))
+        check(
+            self.family.discriminator or self.generator_size == ModelConfig.generator_size,
+            f"model.generator_size is {self.generator_size:g}, and {self.family.title} has no "
+            "generator; leave it out, or set model.architecture=electra",
+        )
+        check_computable(self.extra, "model.extra")
         if self.family.discriminator:
             size, heads = self.generator.hidden_size, self.generator.num_attention_heads
             check(
@@ -256,6 +269,11 @@ class TrainConfig:
         check_choice(
             "train.schedule", self.schedule, ("linear", "cosine", "polynomial", "trapezoid")
         )
+        check(
+            self.schedule == "polynomial" or self.decay_power == TrainConfig.decay_power,
+            f"train.decay_power is {self.decay_power:g}, and train.schedule {self.schedule} has no "
+            "power; drop it, or set train.schedule=polynomial",
+        )
         if self.schedule == "trapezoid":
             after = self.max_steps - warmup
             check(
@@ -348,7 +366,8 @@ class Config(DataConfig):
                 f"{found['architecture']}; leave out model.architecture",
             )
             if (folder / "generator/config.json").exists():
-                width = read_settings(folder / "generator")["hidden_size"]
+                path = folder / "generator/config.json"
+                width = read_hf_config(read_settings(path.parent), path)["hidden_size"]
                 found["generator_size"] = width / found["hidden_size"]
         family = FAMILIES.get(found.get("architecture", asked))
         return {"model": dict(family.defaults) | found} if family else {}
@@ -359,6 +378,12 @@ class Config(DataConfig):
         self.train.validate()
         self.export.validate()
         self.validate_length(self.data)
+        own, start = Path(self.run_dir, "export").expanduser(), Path(self.init_from or "/")
+        check(
+            not start.expanduser().resolve().is_relative_to(own.resolve()),
+            f"init_from {self.init_from} is the export of run_dir itself, which this run would "
+            "replace; choose another run_dir, or copy the export elsewhere and start from that",
+        )
         self.validate_objectives()
         if self.train.phases:
             self.validate_phases()
@@ -519,9 +544,12 @@ def phases_of(config: Config) -> list[Phase]:
 
 
 def phase_edges(steps: list[float], max_steps: int) -> list[int]:
-    """Compute the first step of each phase, and the end; each phase gets at least one step."""
+    """Compute the first step of each phase, and the end; each phase gets at least one step.
+
+    Shares such as three of 0.3333333 do not add up to 1: the last phase ends with the run.
+    """
     sizes = [value * max_steps if value < 1 else value for value in steps]
-    edges = [round(edge) for edge in accumulate(sizes, initial=0)]
+    edges = [*(round(edge) for edge in accumulate(sizes[:-1], initial=0)), max_steps]
     for i in range(1, len(steps)):
         edges[i] = max(edges[i - 1] + 1, min(edges[i], max_steps - (len(steps) - i)))
     return edges

@@ -218,12 +218,21 @@ def check_with_transformers(
 ) -> str:
     """Compare transformers' model and tokenizer with ours; returns what was compared.
 
-    wanted: logits of our model. Raises `AssertionError` if anything differs.
+    wanted: logits of our model. Raises `UserError` if transformers refuses entries of
+    `model.extra`, and `AssertionError` if anything differs.
     """
     transformers.utils.logging.disable_progress_bar()
-    peer, report = getattr(transformers, model.hf_class).from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    try:
+        peer, report = getattr(transformers, model.hf_class).from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:  # of many kinds, such as for a field of another type
+        if model.config.extra:
+            raise UserError(
+                f"transformers cannot load what config.json says beside the model: {error}"
+                f"; correct or remove what is wrong in model.extra, {model.config.extra}"
+            ) from None
+        raise
     other_keys = report["missing_keys"] or report["unexpected_keys"]
     require(not other_keys, f"transformers loads other keys: {report}")
     if model.mlm:

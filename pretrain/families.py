@@ -303,27 +303,30 @@ def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return found
 
 
-def check_computable(settings: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` if a config.json asks for what no family here computes."""
+def check_computable(settings: Mapping[str, Any], path: Path | str) -> None:
+    """Raise `UserError` if settings of a config.json ask for what no family here computes.
+
+    path: where they stand, for errors.
+    """
     check(
         not settings.get("is_decoder"),
         f"{path}: is_decoder is true, which makes attention causal; models here read both "
         "sides, so give one without it",
     )
     check(
-        settings.get("inner_group_num", 1) == 1,
+        settings.get("inner_group_num") in (None, 1),
         f"{path}: inner_group_num is {settings.get('inner_group_num')}, and a group has one layer "
         "here; give a model with 1, as all published ones have",
     )
-    positions = settings.get("position_embedding_type", "absolute")
+    positions = settings.get("position_embedding_type")
     check(
-        positions == "absolute",
+        positions in (None, "absolute"),
         f"{path}: position_embedding_type is {positions}, and only absolute is computed here; "
         "transformers 5 dropped the others, and loads such a folder without its distance "
         "embeddings and without a word about it",
     )
     check(
-        settings.get("tie_word_embeddings", True),
+        settings.get("tie_word_embeddings") is not False,
         f"{path}: tie_word_embeddings is false, and the decoder is the matrix of word embeddings "
         "here; give a model whose decoder is tied",
     )
@@ -331,4 +334,5 @@ def check_computable(settings: Mapping[str, Any], path: Path) -> None:
         ("quantization_config", "quantized"),
         ("auto_map", "computed by its own code"),
     ):
-        check(name not in settings, f"{path}: {name} says that it is {what}; give one that is not")
+        given = settings.get(name) is not None
+        check(not given, f"{path}: {name} says that it is {what}; give one that is not")

@@ -72,7 +72,11 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
     names = {name: family.hf_name(name) for name in state}
     fresh = [name for name in state if names[name] not in weights and name.startswith(HEADS)]
     missing = [names[name] for name in state if names[name] not in weights and name not in fresh]
-    check(not missing, f"init_from {folder} lacks {' and '.join(missing[:2])}; give another folder")
+    check(
+        not missing,
+        f"init_from {folder} lacks {' and '.join(missing[:2])}; leave out the sizes in the section "
+        "model, which the folder sets, or give another folder",
+    )
     words = weights[names["embeddings.word.weight"]]
     own = read_pieces(folder)
     if own is None and folder.name == GENERATOR:  # it has the vocabulary of the model around it

@@ -143,6 +143,12 @@ def test_the_generator_of_an_electra_is_in_a_folder_of_its_own(
     save_peer(generator, "ElectraForMaskedLM", vocab_dir, embedding_size=8, **sizes)
     config = read_config(prepared, tmp_path / "in", "data.objective=none")
     assert config.model.generator_size == 0.5
+    settings = json.loads((generator / "config.json").read_text())
+    unsaid = {name: value for name, value in settings.items() if name != "hidden_size"}
+    (generator / "config.json").write_text(json.dumps(unsaid))
+    with pytest.raises(UserError, match="generator_size 8.0 is not in"):  # 256 of 32
+        read_config(prepared, tmp_path / "in", "data.objective=none")
+    (generator / "config.json").write_text(json.dumps(settings))
     model, said = start(config)
     assert said == f"starts from {tmp_path / 'in'}\nstarts from {generator}"
     found, wanted = model.parts()["generator"], weights_of(generator)
@@ -175,6 +181,8 @@ def test_further_entries_of_the_config_pass_to_the_export(
     for name in (*passed, "output_hidden_states", "output_attentions"):
         assert found[name] == settings[name], name
     assert load_export(tmp_path / "run/export").config.extra["pooler_fc_size"] == 768
+    with pytest.raises(UserError, match="transformers cannot load .* wrong in model.extra, {'num_"):
+        train_here(prepared, tmp_path / "other", "model.extra={num_labels: two}", *TWO_STEPS)
 
 
 def test_a_run_starts_there_resumes_and_says_so(
@@ -328,7 +336,7 @@ def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
     for own in (None, [*pieces, "new"]):  # whose rows are carried one by one
         with pytest.raises(UserError, match=r"of 1024 x 32, and the config makes it \d* x 64"):
             start(read_config(prepared, folder, "model.hidden_size=64"), own)
-    with pytest.raises(UserError, match=r"lacks bert.encoder.layer.2.attention"):
+    with pytest.raises(UserError, match=r"lacks bert.encoder.layer.2.* leave out the sizes in"):
         start(read_config(prepared, folder, "model.num_hidden_layers=3"))
 
 

@@ -397,6 +397,18 @@ def test_phases_that_cannot_be_are_refused_by_name(prepared: Path, phases, messa
         load(prepared, f"train.phases={phases}")
 
 
+@pytest.mark.parametrize(
+    "share, number, steps", [("0.1666667", 6, 10_000_000), ("0.3333333", 3, 8_000_000)]
+)
+def test_the_last_phase_ends_with_the_run_however_shares_are_rounded(
+    prepared: Path, share: str, number: int, steps: int
+) -> None:
+    shares = ", ".join([f"{{steps: {share}}}"] * number)
+    phases = phases_of(load(prepared, f"train.phases=[{shares}]", f"train.max_steps={steps}"))
+    assert [phase.start for phase in phases[1:]] == [phase.end for phase in phases[:-1]]
+    assert phases[-1].end == steps
+
+
 def test_a_phase_whose_pairs_the_corpus_cannot_give_is_refused_at_the_start(
     prepared: Path, tmp_path: Path, monkeypatch
 ) -> None:
