@@ -54,7 +54,7 @@ def look_at_neighbours(attention: Attention, config: ModelConfig) -> None:
     # after the norm, half of the variance of a dimension is that of its position
     scale = (2 * PEAK / width**0.5) ** 0.5
     for head in range(heads):
-        sine = torch.arange(head, half, heads)[: width // 2]
+        sine = torch.arange(half)[head::heads][: width // 2]
         cosine, rows = half + sine, head * width + torch.arange(len(sine))
         turn = OFFSETS[head % len(OFFSETS)] * frequencies(size)[sine]
         key, query = attention.key.weight, attention.query.weight

@@ -46,6 +46,14 @@ def test_each_head_of_the_first_layers_starts_at_its_neighbour(size: int, heads:
     assert attention_by_offset(model, LAYERS).std() < 0.01  # later layers are random
 
 
+@pytest.mark.parametrize("size, heads", [(64, 64), (3, 3), (1, 1), (6, 2)])
+def test_heads_without_a_frequency_of_their_own_stay_random(size: int, heads: int) -> None:
+    model = build_model(hidden_size=size, num_attention_heads=heads)
+    before = model.layers[0].attention.query.weight.clone()
+    model.start_at_positions()
+    assert torch.equal(model.layers[0].attention.query.weight, before) == (heads == size)
+
+
 def test_the_first_token_looks_at_all_of_its_sequence() -> None:
     model = build_model()
     model.start_at_positions()
