@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore, init_process_group
 
 from data_pipeline.common.errors import UserError, explain
 from data_pipeline.common.signals import die_with_launcher
+from data_pipeline.config import check
 from data_pipeline.sampling.batch_source import count_passes
 from pretrain.config import Config, Phase, TrainConfig
 from pretrain.models.cpu import configure_cpu, cpu_supports
@@ -37,7 +38,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     """Configure the device, the precision and the process group.
 
     Raises `UserError` if fewer processes run than the launcher was asked for, or more than a batch
-    has sequences.
+    has sequences, and for plug-ins of Accelerate that wrap the model in their own way.
     """
     launched = "WORLD_SIZE" in os.environ
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and not launched:
@@ -45,6 +46,12 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
             "accelerate launch was asked for several processes and started one, as it does with "
             "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "
             "CONFIG, or torchrun"
+        )
+    for plug_in in ("DEEPSPEED", "MEGATRON_LM"):
+        check(
+            not parse_flag_from_env(f"ACCELERATE_USE_{plug_in}"),
+            f"the launcher asks for {plug_in.lower()}, which is not supported; take DDP or FSDP2, "
+            "as configs/accelerate/gpu_8.yaml and fsdp_8.yaml do",
         )
     die_with_launcher()
     cuda = trains_on_gpu()

@@ -200,6 +200,16 @@ def test_a_run_that_is_asked_for_no_gpu_takes_none(monkeypatch) -> None:
     assert not trains_on_gpu()
 
 
+@pytest.mark.parametrize("plug_in", ["DEEPSPEED", "MEGATRON_LM"])
+def test_plug_ins_that_wrap_the_model_in_their_own_way_are_refused(
+    plug_in: str, prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{plug_in}", "true")
+    with pytest.raises(UserError, match=f"asks for {plug_in.lower()}, which is not supported"):
+        train_here(prepared, tmp_path / "run", *TWO_STEPS)
+    assert not (tmp_path / "run").exists()
+
+
 def test_accelerate_does_not_divide_the_gradient(
     prepared: Path, straight: Path, tmp_path: Path, monkeypatch
 ) -> None:
