@@ -81,7 +81,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         operations = model.count_flops(sample)
         epochs, of_what = describe_epochs(source, steps * size, tokens, assumed)
         total += operations / len(sample.next_sentence_label) * steps * size
-        fed.append(phase.data.max_seq_length * phase.train.micro_batch_size)  # at most
+        fed.append(phase.data.max_seq_length * min(phase.train.micro_batch_size, size))  # at most
         rows[f"phase {i}" if len(phases) > 1 else "the run"] = (
             f"{steps:,} steps of {size:,} sequences, {of_what}; "
             f"{operations / len(sample.input_ids):.3g} FLOPs a token"
@@ -92,7 +92,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
     optimizers = build_optimizers(model, train, matrix_dtype(accelerator))
-    most = phases[0].train.micro_batch_size
+    most = min(phases[0].train.micro_batch_size, phases[0].train.global_batch_size)
     if is_compiled(train, accelerator):
         model.compile_layers()
     speed, update_s = try_steps(model, optimizers, sources[0], most, accelerator)

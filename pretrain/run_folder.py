@@ -38,7 +38,7 @@ from pretrain.tracking import read_metrics
 
 # the checkpoints last: a restart that is killed while it moves them aside begins again
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "export", "vocab")
-RUN_FILES += ("ranks", "checkpoints")
+RUN_FILES += ("metrics.jsonl.damaged", "ranks", "checkpoints")
 held: list[TextIO] = []  # the lock of the run that this process trains
 POLL = 0.5  # seconds between two looks at a run that is stopping
 

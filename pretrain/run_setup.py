@@ -199,8 +199,8 @@ def list_short(phases: list[Phase], sources: list[BatchSource]) -> list[str]:
         (phase.data.max_seq_length, one.longest) for phase, one in zip(phases, sources, strict=True)
     ]
     return [
-        f"no sequence has more than {longest} of {length} tokens, so the export has positions for "
-        "no more; lower max_seq_length, or have longer documents"
+        f"no sequence of the first epoch has more than {longest} of {length} tokens, so the export "
+        "has positions for no more; lower max_seq_length, or have longer documents"
         for length, longest in dict.fromkeys(lengths)
         if trained_positions(length, longest) < length
     ]

@@ -300,6 +300,7 @@ def test_a_restart_keeps_the_earlier_run_and_the_same_command_goes_on(
     prepared: Path, straight: Path, run_dir: Path, capsys
 ) -> None:
     damage_all(run_dir)
+    (run_dir / "metrics.jsonl.damaged").write_text("torn")
     before = without_locks(run_dir)
     train_here(prepared, run_dir, "train.restart=true")
     assert f"the run so far is in {run_dir / 'before-1'}" in capsys.readouterr().out

@@ -65,6 +65,15 @@ def test_parameters_memory_and_disk_are_those_of_the_model(
     assert table["disk"] == pytest.approx([size, 3 * size], abs=2)
 
 
+def test_a_pass_is_never_larger_than_the_batch(prepared: Path, capsys) -> None:
+    memory = []
+    for size in (16, 256):
+        plan.plan(config_of(prepared, *LARGER, f"train.micro_batch_size={size}"))
+        said = capsys.readouterr().out
+        memory.append(said.partition("memory of a device")[2].partition("\n")[0])
+    assert memory[0] == memory[1]
+
+
 def test_epochs_and_tokens_are_those_that_the_loop_would_count(
     store: TokenStore, table: dict
 ) -> None:
