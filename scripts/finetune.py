@@ -340,7 +340,8 @@ def search(settings: list[float], seeds: list[int], run: Callable[[float, int], 
 
 
 def summarize(name: str, runs: Search, metric: str, task: Task, splits: dict[str, Split]) -> dict:
-    """Choose a setting by its mean on dev, and judge test with it."""
+    """Choose a setting by its mean on dev, and judge test with it; one of which a run has diverged
+    only if there is no other."""
     by_setting: dict[float, list[Run]] = {}
     for (setting, _), run in runs.items():
         by_setting.setdefault(setting, []).append(run)
@@ -348,7 +349,10 @@ def summarize(name: str, runs: Search, metric: str, task: Task, splits: dict[str
         setting: statistics.mean(run.dev[run.best][metric] for run in group)
         for setting, group in by_setting.items()
     }
-    chosen = max(means, key=means.get)
+    sound = {
+        setting: not any(run.has_diverged for run in group) for setting, group in by_setting.items()
+    }
+    chosen = max(means, key=lambda setting: (sound[setting], means[setting]))
     scores = {"dev": [run.dev[run.best] for run in by_setting[chosen]]}
     if "test" in splits:
         examples = splits["test"].examples
@@ -360,7 +364,7 @@ def summarize(name: str, runs: Search, metric: str, task: Task, splits: dict[str
         "runs": [
             {
                 name: setting, "seed": seed, "dev": run.dev, "best_epoch": run.best + 1,
-                "seconds": round(run.seconds, 2),
+                "seconds": round(run.seconds, 2), "has_diverged": run.has_diverged,
             }
             for (setting, seed), run in runs.items()
         ],
@@ -384,7 +388,8 @@ def describe_runs(title: str, system: dict, metric: str) -> None:
     name, rows = system["setting"], {}
     for run in system["runs"]:
         best = run["dev"][run["best_epoch"] - 1][metric]
-        rows.setdefault(run[name], []).append(f"{best:.3f} (epoch {run['best_epoch']})")
+        cell = f"{best:.3f} (epoch {run['best_epoch']}{', diverged' * run['has_diverged']})"
+        rows.setdefault(run[name], []).append(cell)
     print(f"{title}: dev {metric} by {name}, a column per seed")
     for setting, cells in rows.items():
         print(f"  {setting:<8g} {'  '.join(cells)}{'  *' if setting == system['chosen'] else ''}")

@@ -27,7 +27,7 @@ COLUMNS = {
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
 MOST_WORDS = 10_000  # of a sentence
-# of columns, in a first line that tags no word
+# of columns, in a first line that is no example
 NAMES = {name for names in COLUMNS.values() for name in names} | {"word", "token", "tag", "pos"}
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)")  # above a sentence of a CoNLL file
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
@@ -87,11 +87,21 @@ def read_text(path: Path) -> str:
 # --- rows of a table ------------------------------------------------------------------------------
 
 
-def count_columns(first: list[str], columns: dict[str, str]) -> list[str] | None:
-    """Name the columns by their numbers if `columns` does; None if the first line names them."""
-    if any(name.isdecimal() for name in columns.values()):
-        return [str(number) for number in range(1, len(first) + 1)]
-    return None
+def count_columns(path: Path, first: list[str], columns: dict[str, str]) -> list[str] | None:
+    """Name the columns by their numbers if `columns` does; None if the first line names them.
+
+    Raises `UserError` if it does both, since the names would be an example.
+    """
+    numbers = [int(name) for name in columns.values() if name.isdecimal()]
+    if not numbers:
+        return None
+    cells = {first[number - 1].lower() for number in numbers if 0 < number <= len(first)}
+    check(
+        not cells or not cells <= NAMES,
+        f"{path}:1 names columns ({', '.join(sorted(cells))}), and --columns gives their numbers; "
+        "give the names, or remove the first line",
+    )
+    return [str(number) for number in range(1, len(first) + 1)]
 
 
 def check_names(path: Path, names: list[str], columns: dict[str, str]) -> None:
@@ -109,7 +119,7 @@ def read_tsv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
     """Yield (place, column -> text) of a file without quoting."""
     lines = read_text(path).split("\n")  # splitlines would also cut at U+2028
     first = lines[0].split("\t")
-    numbers = count_columns(first, columns)
+    numbers = count_columns(path, first, columns)
     names, begin = numbers or first, 0 if numbers else 1
     check_names(path, names, columns)
     for number, line in enumerate(lines[begin:], begin + 1):
@@ -129,7 +139,7 @@ def read_csv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
     reader = csv.reader(io.StringIO(read_text(path)), strict=True)
     try:
         first = next(reader, [])
-        numbers = count_columns(first, columns)
+        numbers = count_columns(path, first, columns)
         names, line = numbers or first, 0 if numbers else 1
         check_names(path, names, columns)
         for cells in chain([first] if numbers else [], reader):

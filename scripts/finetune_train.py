@@ -153,6 +153,8 @@ class Run:
     test: list[Any] | None = None
     """Predictions of these weights for the test set; scored only for the chosen setting."""
     seconds: float = 0.0
+    has_diverged: bool = False
+    """Whether the loss was not finite at the end of an epoch; predictions then mean nothing."""
 
 
 @dataclass
@@ -224,11 +226,13 @@ def finetune(
             batch = make_batch(chosen, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 scores = network(batch)
-            task.loss(scores.float(), chosen).backward()
+            loss = task.loss(scores.float(), chosen)
+            loss.backward()
             nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()
             advance(len(chosen))
+        run.has_diverged |= not loss.isfinite().item()
         run.dev.append(task.score(dev.examples, predict(network, task, dev, bf16)))
         if epoch == 0 or run.dev[epoch][metric] > run.dev[run.best][metric]:
             run.best = epoch

@@ -239,6 +239,20 @@ def test_training_data_that_teach_nothing_are_refused(
         run(monkeypatch, exported, task, tmp_path, tmp_path / "out", QUICK)
 
 
+def test_a_rate_at_which_a_run_diverges_is_never_chosen(
+    exported, tasks, tmp_path, monkeypatch, capsys
+) -> None:
+    options = QUICK.replace("3e-3", "1e-30 1e30").replace("--epochs 10", "--epochs 1")
+    # the sound one is worse than the same answer for all, which the scores of the other come to
+    monkeypatch.setattr(finetune.TASKS["classification"], "score", lambda _, examples, found: {
+        "accuracy": float(len({*found}) == 1), "macro_f1": 0.0, "matthews": 0.0,
+    })  # fmt: skip
+    found = run(monkeypatch, exported, "classification", tasks, tmp_path, options)
+    assert found["systems"]["pretrained"]["chosen"] == 1e-30
+    assert [r["has_diverged"] for r in found["systems"]["pretrained"]["runs"]] == [False, True]
+    assert "(epoch 1, diverged)" in capsys.readouterr().out
+
+
 def test_random_weights_differ_by_seed_and_are_not_those_of_the_export(exported, tasks) -> None:
     task = TASKS["classification"](read_examples(tasks / "reviews/train.tsv", "classification", {}))
     networks = [
@@ -786,6 +800,13 @@ def test_columns_without_names_are_counted(task, name, text, columns, wanted, tm
         ),
         ("qa", "a.json", SQUAD % ('"x"', '"x"'), {"text": "q"}, "which has no columns"),
         ("classification", "a.tsv", "x\t1\n", {"text": "3", "label": "2"}, r"a.tsv:1: no column"),
+        (
+            "classification",
+            "a.csv",
+            "Text,Label\nx,1\n",
+            {"text": "1", "label": "2"},
+            r"a.csv:1 names columns \(label, text\), and --columns gives their numbers",
+        ),
     ],
 )
 def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp_path) -> None:
