@@ -132,17 +132,22 @@ def say_progress(metrics: dict[str, float], objective: str, seconds_left: float)
 
 def say_quality(metrics: dict[str, float]) -> str:
     """Summarize in words how good the model is on held-out text."""
-    phrases = []
+    phrases, who = [], "its generator" if "eval/rtd_auc" in metrics else "it"
     if "eval/mlm_loss" in metrics:
         entropy, loss = metrics["eval/unigram_entropy"], metrics["eval/mlm_loss"]
         compared = "better" if loss < entropy else "worse"
         phrases.append(
-            f"on held-out text it predicts masked tokens {abs(entropy - loss):.2f} nats {compared} "
-            f"than their frequencies alone do ({loss:.3f}, {entropy:.3f}) and "
+            f"on held-out text {who} predicts masked tokens {abs(entropy - loss):.2f} nats "
+            f"{compared} than their frequencies alone do ({loss:.3f}, {entropy:.3f}) and "
             f"{metrics['eval/mlm_accuracy']:.1%} of them right"
         )
     if "eval/mlm_bits_per_byte" in metrics:
         phrases.append(f"its loss is {metrics['eval/mlm_bits_per_byte']:.3f} bits per byte of text")
+    if "eval/rtd_auc" in metrics:
+        phrases.append(
+            "the model tells replaced tokens from others with an area under the curve of "
+            f"{metrics['eval/rtd_auc']:.3f} (guessing: 0.5)"
+        )
     if "eval/nsp_accuracy" in metrics:
         phrases.append(
             f"{metrics['eval/nsp_accuracy']:.1%} of the pairs are told right, where always the "

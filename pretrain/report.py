@@ -8,6 +8,7 @@ is drawn from the run folders alone.
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -121,9 +122,11 @@ def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
             told = remark.format(form.format(other)) if other is not None else ""
             figures.append((what, form.format(value), told))
 
-    nats, share = "{:.3f}", "{:.1%}"
-    add("held-out loss, nats", "eval/mlm_loss", nats, "eval/unigram_entropy", "without context {}")
-    add("bits a byte of text", "eval/mlm_bits_per_byte", nats)
+    number, share = "{:.3f}", "{:.1%}"
+    add(
+        "held-out loss, nats", "eval/mlm_loss", number, "eval/unigram_entropy", "without context {}"
+    )
+    add("bits a byte of text", "eval/mlm_bits_per_byte", number)
     add(
         "masked tokens right",
         "eval/mlm_accuracy",
@@ -137,6 +140,14 @@ def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         share,
         "eval/nsp_by_shared_words",
         "by shared words alone {}",
+    )
+    add("replaced tokens told, area under the curve", "eval/rtd_auc", number)
+    add(
+        "minimal pairs right",
+        "eval/minimal_pairs",
+        share,
+        "eval/minimal_pairs_unigram",
+        "by token frequencies alone {}",
     )
     add("tokens a second", "perf/tokens_per_second", "{:,.0f}")
     add("model FLOP utilization", "perf/mfu", share)
@@ -393,8 +404,13 @@ def render_runs(runs: list[RunRecord]) -> str:
 
 def write_report(run_dirs: list[Path], out: Path) -> None:
     """Write the page of some runs; raises `UserError` if a folder is not that of a run."""
-    page = render_runs([RunRecord(run_dir) for run_dir in run_dirs])
-    write_file(out, page.encode("utf-8"))
+    runs = [RunRecord(run_dir) for run_dir in run_dirs]
+    names = Counter(run.name for run in runs)
+    for run in runs:
+        if names[run.name] > 1:
+            run.name = str(run.run_dir)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_file(out, render_runs(runs).encode("utf-8"))
 
 
 def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> None:

@@ -77,6 +77,9 @@ def test_quality_is_told_against_what_needs_no_model() -> None:
     )
     metrics |= {"eval/mlm_loss": 6.5, "eval/nsp_accuracy": 0.519, "eval/nsp_majority": 0.5}
     assert "0.27 nats worse than" in say_quality(metrics)
+    electra = say_quality(metrics | {"eval/rtd_auc": 0.577})
+    assert electra.startswith("on held-out text its generator predicts masked tokens")
+    assert "an area under the curve of 0.577 (guessing: 0.5)" in electra
     assert "51.9% of the pairs are told right, where always the same answer has 50.0%" in (
         say_quality(metrics)
     )

@@ -165,6 +165,15 @@ def test_losses_of_pairs_are_not_compared_with_those_of_single_segments(tmp_path
     assert judge_run(write_run(tmp_path / "worse", lines, phases=phases))[0] == "Overfits"
 
 
+def test_runs_of_one_name_are_told_apart_on_a_page_in_a_new_folder(tmp_path: Path) -> None:
+    lines = [trained(10, 5.0), evaluated(10, 5.0)]
+    dirs = [write_run(tmp_path / name, lines).run_dir for name in ("a/run", "b/run", "c")]
+    report.write_report(dirs, tmp_path / "new/pages/compared.html")
+    page = (tmp_path / "new/pages/compared.html").read_text()
+    assert page.count(f"{tmp_path}/a/run") > 1 and page.count(f"{tmp_path}/b/run") > 1
+    assert f"{tmp_path}/c" not in page
+
+
 def test_the_figures_are_those_of_one_evaluation(tmp_path: Path) -> None:
     lines = [trained(10, 5.0), evaluated(10, 5.0, **{"eval/nsp_accuracy": 0.75})]
     page = page_of(write_run(tmp_path, lines).run_dir)
