@@ -32,6 +32,7 @@ from pretrain.export_folder import (
     check_export_folder,
     move_files,
     read_marker,
+    remove_export,
 )
 from pretrain.families import hf_config
 from pretrain.model_card import generator_card, list_hashes, model_card, project_version
@@ -96,6 +97,9 @@ def export(
         (folder / "model.safetensors").chmod(readable)
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         settings = hf_config(asdict(model.config), model.vocab_size, model.hf_class, dtype)
+        if model.config.family.tells_ends:
+            vocabulary = read_vocabulary(folder)
+            settings |= {"bos_token_id": vocabulary["[CLS]"], "eos_token_id": vocabulary["[SEP]"]}
         write_json(folder / "config.json", settings | dropouts)
         passed = check_export(model, folder)
         hashes = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
@@ -307,6 +311,8 @@ def export_checkpoint(
         if name == GENERATOR:
             card = generator_card(config, parameters)
         export(part, vocab_dir, out_dir / name, card, origin, config.export.dropout, **options)
+    if GENERATOR not in model.parts():
+        remove_export(out_dir / GENERATOR)  # of an ELECTRA that was exported here before
 
 
 def check_size(checkpoint: Path, config: Config, pieces: int) -> None:
@@ -375,8 +381,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.private and not args.push:
         parser.error("--private needs --push REPO_ID")
-    if args.positions is not None and args.positions < 1:
-        parser.error("--positions needs a number above 0")
+    if args.positions is not None and args.positions < 8:
+        parser.error("--positions needs 8 or more, as data.max_seq_length does")
     checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
     check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():

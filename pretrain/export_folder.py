@@ -80,6 +80,18 @@ def read_marker(folder: Path) -> dict[str, str]:
         return {}
 
 
+def remove_export(folder: Path) -> None:
+    """Remove the files of an export as it wrote them, and the folder if nothing else is in it."""
+    written = read_marker(folder)
+    for name in written.keys() & {*FILES, PYTORCH_BIN}:
+        if (folder / name).is_file() and hash_file(folder / name) == written[name]:
+            (folder / name).unlink()
+    if written:
+        (folder / MARKER).unlink()
+    if written and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def move_files(stage: Path, out_dir: Path) -> None:
     """Move the files of a finished export to `out_dir`, one at a time, the marker last.
 

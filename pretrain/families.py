@@ -105,6 +105,8 @@ class Family:
     """Whether embeddings are mapped to the hidden size even if they have it."""
     counts_from_pad: bool = False
     """Whether the first position is pad_token_id + 1, and not 0."""
+    tells_ends: bool = False
+    """Whether its config.json has the ids of [CLS] and [SEP], as bos_token_id and eos_token_id."""
 
     def first_position(self, pad_token_id: int) -> int:
         """Row of the position embeddings that the first token of a sequence has."""
@@ -164,6 +166,7 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
             "max_position_embeddings": 512,
         },
         counts_from_pad=True,
+        tells_ends=True,
         head_act="gelu",
     ),
     "albert": Family(  # Lan et al. 2019, arXiv:1909.11942
@@ -211,6 +214,7 @@ FAMILIES = {  # by transformers' `model_type`, which is `model.architecture` too
             "num_hidden_groups": 1,
         },
         always_projects=True,
+        tells_ends=True,
     ),
     "electra": Family(  # Clark et al. 2020, arXiv:2003.10555
         title="ELECTRA",

@@ -76,7 +76,7 @@ def model_card(
         usage(config, mask),
         "## Training data\n\n" + training_data(config, manifest),
         "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
-        "## Evaluation\n\n" + evaluation(state["evaluation"], config.data.objective),
+        "## Evaluation\n\n" + evaluation(config, state["evaluation"]),
         "## Limits\n\n" + limits(config, state, lowercase, positions),
         "## Provenance\n\n" + provenance(state["fingerprint"]),
     ]
@@ -104,7 +104,8 @@ def front_matter(config: Config, mask: str) -> str:
     if not config.model.family.discriminator:
         metadata["pipeline_tag"] = "fill-mask"
     metadata["mask_token"] = mask
-    metadata["tags"] = [config.model.architecture, "masked-lm", *pair_tags]
+    learned = "replaced-token-detection" if config.model.family.discriminator else "masked-lm"
+    metadata["tags"] = [config.model.architecture, learned, *pair_tags]
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---"
 
 
@@ -245,22 +246,23 @@ def by_phase(phases: list[Phase], describe: Callable[[Phase], str]) -> str:
     return " and ".join(text + start for text, start in found)
 
 
-def evaluation(metrics: dict, objective: str) -> str:
+def evaluation(config: Config, metrics: dict) -> str:
     """Write the table of held-out metrics and baselines, without those that are missing."""
-    pairs = PAIRS[objective][4] if objective in PAIRS else ""
+    pairs = PAIRS[config.data.objective][4] if config.data.objective in PAIRS else ""
+    filled = "Generator's masked-LM" if config.model.family.discriminator else "Masked-LM"
     known = {name: v for name, v in metrics.items() if v is not None and math.isfinite(v)}
     lines = (  # metric, name, form of the value, metric of the baseline, what that is
-        ("mlm_loss", "Masked-LM loss", "{:.3f} nats", "unigram_entropy", "unigram entropy"),
-        ("mlm_perplexity", "Masked-LM perplexity", "{:,.1f}", "", ""),
-        ("mlm_bits_per_byte", "Masked-LM bits per byte of text", "{:.3f}", "", ""),
+        ("mlm_loss", f"{filled} loss", "{:.3f} nats", "unigram_entropy", "unigram entropy"),
+        ("mlm_perplexity", f"{filled} perplexity", "{:,.1f}", "", ""),
+        ("mlm_bits_per_byte", f"{filled} bits per byte of text", "{:.3f}", "", ""),
         (
             "mlm_accuracy",
-            "Masked-LM accuracy",
+            f"{filled} accuracy",
             "{:.1%}",
             "unigram_accuracy",
             "most frequent token",
         ),
-        ("mlm_top5", "Masked-LM accuracy, best of five", "{:.1%}", "", ""),
+        ("mlm_top5", f"{filled} accuracy, best of five", "{:.1%}", "", ""),
         ("nsp_accuracy", pairs, "{:.1%}", "nsp_majority", "majority label"),
         ("rtd_auc", "Replaced tokens: area under the curve (guessing: 0.5)", "{:.3f}", "", ""),
         ("minimal_pairs", "Minimal pairs", "{:.1%}", "minimal_pairs_unigram", "token frequencies"),
@@ -305,7 +307,9 @@ def limits(config: Config, state: dict, lowercase: bool, positions: int) -> str:
     accuracy, majority = (metrics.get(f"eval/nsp_{name}") for name in ("accuracy", "majority"))
     if config.data.objective in PAIRS and accuracy and majority and accuracy < majority + GUESSING:
         lines.append("Its pair head hardly does better than a guess: see the evaluation.")
-    if config.data.objective not in PAIRS:
+    if model.family.discriminator:
+        lines.append("There is no pooler: use `last_hidden_state`.")
+    elif config.data.objective not in PAIRS:
         lines.append(
             "No sentence pairs were trained, so there is no pooler: use `last_hidden_state`, or "
             "expect the classes that need a pooler to start with a new one."

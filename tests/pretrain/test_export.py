@@ -1317,6 +1317,14 @@ def test_the_generator_of_an_electra_is_pushed_with_it(tmp_path, monkeypatch) ->
     assert hub.calls[-1] == ("me/electra", names | {f"generator/{name}" for name in names})
 
 
+@pytest.mark.parametrize("positions", ["7", "0", "-1"])
+def test_fewer_positions_than_a_sequence_needs_are_refused(positions, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["export", "run", "out", "--positions", positions])
+    with pytest.raises(SystemExit):
+        pretrain.export.main()
+    assert "--positions needs 8 or more" in capsys.readouterr().err
+
+
 def test_a_model_without_types_of_tokens_has_a_tokenizer_that_gives_none(
     prepared, vocabulary, tmp_path
 ) -> None:

@@ -1,6 +1,7 @@
 """Each family trains, resumes, is divided among processes and exported as BERT is; what reads an
 export takes it."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from helpers import (
     NO_DROPOUT,
     ROOT,
+    TWO_STEPS,
     assert_same_run,
     check_hashes,
     metrics,
@@ -18,6 +20,7 @@ from helpers import (
     run,
     train_here,
 )
+from transformers import AutoConfig
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -26,9 +29,12 @@ import minimal_pairs  # noqa: E402
 from fill_mask import fill_mask  # noqa: E402
 
 from data_pipeline.build.probes import read_pairs  # noqa: E402
+from data_pipeline.sampling.vocabulary import read_vocabulary  # noqa: E402
 from pretrain.checkpoint import list_checkpoints  # noqa: E402
+from pretrain.export import export_checkpoint  # noqa: E402
 from pretrain.models.bert import PretrainingModel  # noqa: E402
 from pretrain.read_export import load_export  # noqa: E402
+from pretrain.read_run import read_run_config  # noqa: E402
 
 FAMILIES = {
     "roberta": ("model.architecture=roberta", "data.objective=none"),
@@ -100,6 +106,33 @@ def assert_near(a: Path, b: Path) -> None:
         torch.testing.assert_close(second[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_what_is_said_of_an_electra_tells_generator_and_model_apart(trained: Path) -> None:
+    card, page = (trained / "export/README.md").read_text(), (trained / "report.html").read_text()
+    is_electra = (trained / "export/generator").exists()
+    assert ("| Generator's masked-LM loss |" in card) == is_electra
+    assert ("| Masked-LM loss |" in card) == ("- masked-lm\n" in card) == (not is_electra)
+    assert ("- There is no pooler: use `last_hidden_state`.\n" in card) == is_electra
+    assert ("replaced tokens told, area under the curve" in page) == is_electra
+
+
+def test_an_export_of_another_family_leaves_no_generator_behind(
+    trained: Path, prepared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained / "export", tmp_path / "out")
+    generator = tmp_path / "out/generator"
+    has_notes = generator.exists()
+    if has_notes:
+        (generator / "notes.txt").write_text("mine")
+    train_here(prepared, tmp_path / "run", *TWO_STEPS)
+    export_checkpoint(
+        list_checkpoints(tmp_path / "run/checkpoints")[-1],
+        read_run_config(tmp_path / "run"),
+        tmp_path / "out",
+    )
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "bert"
+    assert [path.name for path in generator.glob("*")] == ["notes.txt"] * has_notes
+
+
 def test_two_processes_and_a_compiled_run_are_one_process(
     settings, prepared: Path, tmp_path: Path, monkeypatch
 ) -> None:
@@ -123,6 +156,10 @@ def test_the_export_serves_whatever_reads_one(trained: Path, tmp_path: Path) -> 
     for folder in exports:
         assert "transformers loads every key" in (folder / "README.md").read_text()
         assert check_hashes(folder) == ["model.safetensors: OK"]
+    config, vocabulary = AutoConfig.from_pretrained(export), read_vocabulary(export)
+    if config.model_type != "electra":  # transformers would take those of a published vocabulary
+        assert config.bos_token_id == vocabulary["[CLS]"]
+        assert config.eos_token_id == vocabulary["[SEP]"]
     (found,) = fill_mask(load_export(export), export, "The name of the [MASK] is a string.")
     assert len(found) == 5 and 0 < sum(p for _, p in found) <= 1
     vectors = embed.embed(export, ["A class.", "the value of an attribute " * 40], "mean")
