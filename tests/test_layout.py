@@ -31,7 +31,7 @@ FLOORS = [
         "pretrain",
         "checkpoint metrics evaluate probes monitor describe model_card processes read_run",
     ),
-    ("pretrain", "run_folder export_folder read_export export init_from"),
+    ("pretrain", "run_folder export_folder read_export export_gate export init_from"),
     (
         "pretrain",
         "run_record report word_vectors run_setup memory train assumed plan recipes __main__",
@@ -53,7 +53,7 @@ RUN_CODE = {
     "data_pipeline.common.plug_ins": {"importlib.import_module", "exec", "compile"},
     "pretrain.tracking": {"subprocess.Popen"},  # itself, without a shell
     "pretrain.init_from": {"torch.load"},  # tensors alone: `weights_only`
-    "pretrain.export": {"torch.load"},
+    "pretrain.export_gate": {"torch.load"},
 }
 NOT_IN_TRAINING = ("tokenizers", "datasets", "sentencex", "transformers", "wandb")
 
