@@ -365,8 +365,8 @@ class Config(DataConfig):
                 f"model.architecture is {asked}, and init_from {folder} is of the family "
                 f"{found['architecture']}; leave out model.architecture",
             )
-            if (folder / "generator/config.json").exists():
-                path = folder / "generator/config.json"
+            path = folder / "generator/config.json"
+            if path.exists():
                 width = read_hf_config(read_settings(path.parent), path)["hidden_size"]
                 found["generator_size"] = width / found["hidden_size"]
         family = FAMILIES.get(found.get("architecture", asked))
@@ -378,12 +378,7 @@ class Config(DataConfig):
         self.train.validate()
         self.export.validate()
         self.validate_length(self.data)
-        own, start = Path(self.run_dir, "export").expanduser(), Path(self.init_from or "/")
-        check(
-            not start.expanduser().resolve().is_relative_to(own.resolve()),
-            f"init_from {self.init_from} is the export of run_dir itself, which this run would "
-            "replace; choose another run_dir, or copy the export elsewhere and start from that",
-        )
+        self.validate_start()
         self.validate_objectives()
         if self.train.phases:
             self.validate_phases()
@@ -401,6 +396,16 @@ class Config(DataConfig):
             f"model.max_position_embeddings {self.model.max_position_embeddings}"
             + f", those of {self.init_from}; lower it, or export that run again with --positions"
             * bool(self.init_from),
+        )
+
+    def validate_start(self) -> None:
+        if not self.init_from:
+            return
+        start, own = Path(self.init_from), Path(self.run_dir, "export")
+        check(
+            not start.expanduser().resolve().is_relative_to(own.expanduser().resolve()),
+            f"init_from {self.init_from} is the export of run_dir itself, which this run would "
+            "replace; choose another run_dir, or copy the export elsewhere and start from that",
         )
 
     def validate_objectives(self) -> None:

@@ -83,12 +83,13 @@ def read_marker(folder: Path) -> dict[str, str]:
 def remove_export(folder: Path) -> None:
     """Remove the files of an export as it wrote them, and the folder if nothing else is in it."""
     written = read_marker(folder)
+    if not written:
+        return
     for name in written.keys() & {*FILES, PYTORCH_BIN}:
         if (folder / name).is_file() and hash_file(folder / name) == written[name]:
             (folder / name).unlink()
-    if written:
-        (folder / MARKER).unlink()
-    if written and not any(folder.iterdir()):
+    (folder / MARKER).unlink()
+    if not any(folder.iterdir()):
         folder.rmdir()
 
 

@@ -94,10 +94,10 @@ class Clock:
         steps, asked = iter(steps), time.perf_counter()
         for batches, flops, sequences in steps:
             self.waited += time.perf_counter() - asked
-            of_all = sequences / sum(len(batch.next_sentence_label) for batch in batches)
-            self.tokens += of_all * sum(len(batch.input_ids) for batch in batches)
+            scale = sequences / sum(len(batch.next_sentence_label) for batch in batches)
+            self.tokens += scale * sum(len(batch.input_ids) for batch in batches)
             self.sequences += sequences
-            self.flops += of_all * flops
+            self.flops += scale * flops
             yield batches
             asked = time.perf_counter()
 

@@ -41,7 +41,7 @@ class Monitor:
         unknown: int,
         state: dict,
         log_line: Callable[[str], None],
-        start: int = 0,
+        start: int,
     ):
         fresh = {"skipped": 0, "in_a_row": 0, "norms": [], "said": [], "loss": 0.0}
         fresh |= {"losses": [], "above": 0}

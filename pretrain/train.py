@@ -276,9 +276,9 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
         if run.is_main:
             record.tracker.log(done, {}, rollback={"to": good.name, "done": done})
         return
-    kept = f"no good checkpoint is kept of {2 * SPIKE_STEPS} steps before"
-    if good:
-        kept = f"the last good checkpoint is {good}"
+    kept = f"the last good checkpoint is {good}"
+    if not good:
+        kept = f"no good checkpoint of {2 * SPIKE_STEPS} or more steps before is kept"
     stop_all(
         f"{monitor.explain_spike(done)}; {kept}. Lower train.learning_rate or lengthen "
         "train.warmup_steps, in another run_dir, or go on with train.on_spike=warn",

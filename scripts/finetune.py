@@ -340,8 +340,10 @@ def search(settings: list[float], seeds: list[int], run: Callable[[float, int], 
 
 
 def summarize(name: str, runs: Search, metric: str, task: Task, splits: dict[str, Split]) -> dict:
-    """Choose a setting by its mean on dev, and judge test with it; one of which a run has diverged
-    only if there is no other."""
+    """Choose a setting by its mean on dev, and judge test with it.
+
+    A setting of which a run has diverged comes after all others.
+    """
     by_setting: dict[float, list[Run]] = {}
     for (setting, _), run in runs.items():
         by_setting.setdefault(setting, []).append(run)

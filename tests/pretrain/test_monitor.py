@@ -341,7 +341,9 @@ def test_a_spike_without_a_checkpoint_before_it_stops_the_run(
 ) -> None:
     shorten(monkeypatch)
     raise_loss(monkeypatch, 6, 7)
-    with pytest.raises(UserError, match="no good checkpoint is kept of 4 steps before. Lower"):
+    with pytest.raises(
+        UserError, match="no good checkpoint of 4 or more steps before is kept. Lower"
+    ):
         train_here(prepared, tmp_path, "train.save_every=5")  # which is younger than 4 steps
 
 
