@@ -37,6 +37,7 @@ from pretrain.run_setup import build_model, build_sources, fingerprint_run, open
 from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # length of the trial; sequences to count FLOPs in
+GROWTH = 4  # of the number of sequences from one step of the trial to the next
 OVERFIT_LOSS, STEPS, SEQUENCES = 1.0, 300, 4  # MLM loss to reach, steps, sequences
 USUAL_RATES = {"adamw": (1e-5, 2e-3), "muon": (2e-4, 2e-2), "lamb": (2e-4, 2e-2)}
 CARD, CARDS = "H100", (1, 8)  # GPU, and numbers of them, to estimate time for
@@ -132,16 +133,16 @@ def describe_epochs(
     """
     if not assumed:
         size = source.part_size(0) * source.n_parts  # sequences, approximately
-        sizes = f"{size:,} sequences, {size * tokens:,.0f} tokens with [CLS] and [SEP]"
+        sizes = f"{size:,} sequences and {size * tokens:,.0f} tokens with [CLS] and [SEP]"
     elif assumed.train_tokens:
         size = source.part_size(0) * assumed.train_tokens / len(source.store)
-        sizes = f"about {round_off(size)} sequences, {round_off(size * tokens)} tokens with "
+        sizes = f"about {round_off(size)} sequences and {round_off(size * tokens)} tokens with "
         sizes += "[CLS] and [SEP]"
     else:
         return 0, f"{round_off(sequences * tokens)} tokens in all"
     epochs = sequences / size
     said = f"{epochs:,.1f}" if epochs >= 0.1 else f"{epochs:.1g}"
-    return epochs, f"{said} epochs of {sizes}"
+    return epochs, f"{said} epochs, each of {sizes}"
 
 
 def describe_preparation(work: Preparation) -> str:
@@ -219,14 +220,14 @@ def measure_activations(
 def try_steps(
     model, optimizers, source: BatchSource, most: int, accelerator: Accelerator
 ) -> tuple[float, float]:
-    """Measure the speed of a few training steps on as many sequences as the time allows, at most
-    `most` of them.
+    """Measure the speed of training steps at the largest size of which a step takes a fifth of the
+    time, at most `most` sequences.
 
-    The learning rate is 0, so the weights stay.
+    The first steps find that size and are not counted. The learning rate is 0, so the weights stay.
     Returns (FLOP/s of forward and backward passes, seconds of an update).
     """
-    operations, seconds, updates, size, begin = 0, 0.0, [], 1, now(accelerator)
-    for turn in range(6):
+    timed, updates, size, is_new, begin = [], [], 1, True, now(accelerator)
+    while len(timed) < 5 and not (timed and now(accelerator) - begin > SECONDS):
         batch = source.batch(0, size).to(accelerator.device)
         started = now(accelerator)
         backward(model, batch, accelerator)
@@ -234,15 +235,15 @@ def try_steps(
         update(optimizers, 0.0)
         updates.append(now(accelerator) - middle)
         zero_gradients(optimizers)
-        if not turn:  # the warm-up, in which a GPU compiles
-            begin = now(accelerator)
-            continue
-        seconds += middle - started
-        operations += model.count_flops(batch)
-        if now(accelerator) - begin > SECONDS:
-            break
-        if turn == 1:
-            size = int(min(max(SECONDS / 5 / seconds, 1), most))
+        seconds = middle - started
+        if size < most and GROWTH * seconds < SECONDS / 5:
+            size = min(GROWTH * size, most)
+            is_new = True
+        elif is_new:  # a GPU compiles, and a CPU prepares its products for this size
+            is_new = False
+        else:
+            timed.append((model.count_flops(batch), seconds))
+    operations, seconds = map(sum, zip(*timed, strict=True))
     return operations / seconds, min(updates)
 
 

@@ -213,7 +213,7 @@ def test_what_is_not_files_is_not_fetched_for_a_plan(
     found = table_of(capsys.readouterr().out)
     assert re.search("(python-docs|wikipedia) holds shows when", found["epochs unknown"])
     plan.plan(config, given=1e6)
-    assert "epochs of about" in table_of(capsys.readouterr().out)["the run"]
+    assert "epochs, each of about" in table_of(capsys.readouterr().out)["the run"]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n\n"])

@@ -100,6 +100,32 @@ def test_the_time_is_that_of_the_model_that_runs(prepared, compile, monkeypatch,
     assert built == ["compiled"] * compile + ["tried"]
 
 
+@pytest.mark.parametrize(("a_sequence", "size"), [(0.001, 64), (0.1, 16), (30.0, 1)])
+def test_steps_are_tried_at_their_size_and_not_with_the_first_of_each(
+    prepared, store, a_sequence, size, monkeypatch
+) -> None:
+    """With a clock that says what a pass takes, and three times as much for one of a new size."""
+    config = config_of(prepared)
+    model = PretrainingModel(config.model, len(store.vocabulary))
+    source, clock, sizes = BatchSource(store, config.data, seed=0), [0.0], []
+
+    def backward(model, batch, accelerator) -> None:
+        n = len(batch.next_sentence_label)
+        clock[0] += n * a_sequence * (1 if n in sizes else 3)
+        sizes.append(n)
+
+    def update(*_) -> None:
+        clock[0] += 0.5
+
+    monkeypatch.setattr(plan, "now", lambda _: clock[0])
+    monkeypatch.setattr(plan, "backward", backward)
+    monkeypatch.setattr(plan, "update", update)
+    speed, update_s = plan.try_steps(model, [], source, 64, Accelerator(cpu=True))
+    assert speed == pytest.approx(model.count_flops(source.batch(0, size)) / (size * a_sequence))
+    assert update_s == pytest.approx(0.5)
+    assert max(sizes) == size and sizes.count(size) >= 2
+
+
 def test_activations_are_a_line_in_the_tokens(prepared: Path, store: TokenStore) -> None:
     """As many bytes as autograd keeps of a batch that the line was not drawn through."""
     config = config_of(prepared, *LARGER)
