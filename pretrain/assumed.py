@@ -19,6 +19,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.system import count_cpus
 from data_pipeline.config import CorpusConfig, DataConfig, SourceConfig, VocabConfig, to_list
 from data_pipeline.corpus.readers import FileChunk, Rejects, is_costly, read_documents
+from data_pipeline.corpus.selection import needs_selection
 from data_pipeline.corpus.sources import (
     CHUNK_BYTES,
     find_layouts,
@@ -185,30 +186,26 @@ def measure_files(corpus: CorpusConfig, vocab: VocabConfig, vocab_size: int) -> 
 
     Raises `UserError` if files are missing or empty, or a source does not consist of files.
     """
-    size, file_bytes, text_bytes = CorpusSize(0, 0, 0, 0, ""), 0, 0.0
+    size, file_bytes, text_bytes, copied_bytes = CorpusSize(0, 0, 0, 0, ""), 0, 0.0, 0.0
     for source in corpus.each_source():
         if not source.files:
             raise UserError(f"how much text {name_source(source)} holds shows when it is read")
         paths = list_files(to_list(source.files))
         density = measure_density(sample_text(paths, source), source, vocab, vocab_size)
         for path in paths:
-            suffix, on_disk = os.path.splitext(path)[1], os.path.getsize(path)
+            suffix, on_disk = os.path.splitext(path)[1].lower(), os.path.getsize(path)
             text = on_disk * UNPACKED.get(suffix, 1)
             size.tokens += text * density
             size.stored_tokens += text * density * source.weight
             size.file_chunks += 1 if suffix in UNPACKED else -(-on_disk // CHUNK_BYTES)
-            if is_compared(corpus) and is_costly(path, layout_by_name(path)):
-                size.copied_bytes += text
+            copied_bytes += text * is_costly(path, layout_by_name(path))
             file_bytes, text_bytes = file_bytes + on_disk, text_bytes + text
+    if needs_selection(corpus, text_bytes):
+        size.copied_bytes = copied_bytes
     unpacked = f", about {text_bytes / 1e6:,.1f} MB unpacked" if text_bytes > file_bytes else ""
     size.found = f"corpus files: {file_bytes / 1e6:,.1f} MB{unpacked}, "
     size.found += f"{text_bytes / size.tokens:.2g} bytes per token in a sample"
     return size
-
-
-def is_compared(corpus: CorpusConfig) -> bool:
-    """Tell whether preparation reads a corpus twice: for hashes, then for words."""
-    return corpus.deduplicate or any(source.weight % 1 for source in corpus.each_source())
 
 
 def take_tokens(tokens: float, corpus: CorpusConfig, files: CorpusSize | None) -> CorpusSize:
@@ -217,7 +214,8 @@ def take_tokens(tokens: float, corpus: CorpusConfig, files: CorpusSize | None) -
     files: the estimate from its files, if there is one.
     """
     copied = files.copied_bytes if files else 0.0
-    if any(not source.files for source in corpus.each_source()) and is_compared(corpus):
+    unread = any(not source.files for source in corpus.each_source())
+    if unread and needs_selection(corpus, np.inf):
         copied = tokens * BYTES_PER_TOKEN
     return CorpusSize(tokens, tokens, copied, files.file_chunks if files else np.inf, "--tokens")
 

@@ -27,7 +27,7 @@ VOCAB = (
     "min_frequency",
     "character_coverage",
 )
-TEXT_HASH = "pieces"  # key of the hash of a source's text, as manifests have it since 0.1.0
+TEXT_HASH = "pieces"  # key of the hash of a source's text in a manifest
 
 
 def hash_json(value) -> str:

@@ -35,6 +35,7 @@ from data_pipeline.common.folders import install_files, remove_entries, sealed_f
 from data_pipeline.config import DataConfig, to_list
 from data_pipeline.corpus.readers import BAD_ROWS, FileChunk, Rejects, left_out, read_documents
 from data_pipeline.corpus.selection import (
+    count_bytes,
     find_earlier,
     group_chunks,
     hash_group,
@@ -64,8 +65,8 @@ SAMPLE = 1 << 20  # characters of each source in which the loss of accents is me
 LANGUAGE_SAMPLE = 1 << 16  # characters of each source by which Chinese is recognised
 # Of the files in `work`: 1 and 2 divided the text among the tasks in another way, 3 kept no
 # checksums, 4 had words of other tokenizers as text, 5 to 7 other rules of where a sentence ends, 8
-# of which copy is kept.
-WORK_VERSION = 9
+# and 9 of which copy is kept.
+WORK_VERSION = 10
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 Plan = list[tuple[Path, Task]]  # the tasks of a stage, each with the folder that it writes
 
@@ -112,7 +113,8 @@ class Work:
 
 
 def is_compared(work: Work) -> bool:
-    return is_read(work) or work.earlier.exists() or not needs_selection(work.corpus, work.chunks)
+    done = is_read(work) or work.earlier.exists()
+    return done or not needs_selection(work.corpus, count_bytes(work.chunks))
 
 
 def plan_comparing(work: Work) -> Plan:
@@ -123,7 +125,9 @@ def plan_comparing(work: Work) -> Plan:
 
 def write_earlier(work: Work) -> None:
     """Find the texts of each group that an earlier group has."""
-    find_earlier(work.hashed, work.earlier, order_of_keeping(work.corpus, work.groups))
+    sources = work.corpus.each_source()
+    n_whole = sum(sources[group[0].source].weight >= 1 for group in work.groups)
+    find_earlier(work.hashed, work.earlier, order_of_keeping(work.corpus, work.groups), n_whole)
 
 
 def is_read(work: Work) -> bool:

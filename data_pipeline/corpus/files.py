@@ -31,13 +31,14 @@ class ZstdFile(io.RawIOBase):
     """Read the decompressed bytes of a .zst file.
 
     Raises `EOFError` for a truncated file, which zstandard's own reader silently reads as a
-    complete one.
+    complete one, and `OSError` for a damaged one.
     """
 
     def __init__(self, file: BinaryIO):
         import zstandard
 
-        self.file, self.new_frame = file, zstandard.ZstdDecompressor().decompressobj
+        self.file, self.failure = file, zstandard.ZstdError
+        self.new_frame = zstandard.ZstdDecompressor().decompressobj
         self.frame, self.packed, self.ready = self.new_frame(), b"", memoryview(b"")
         self.inside = False  # whether a frame has begun and not ended
 
@@ -51,8 +52,11 @@ class ZstdFile(io.RawIOBase):
                 if self.inside:
                     raise EOFError("it ends before its last frame does")
                 return 0
-            self.ready, self.inside = memoryview(self.frame.decompress(self.packed)), True
-            self.packed = b""
+            try:
+                self.ready = memoryview(self.frame.decompress(self.packed))
+            except self.failure as error:
+                raise OSError(str(error)) from None
+            self.inside, self.packed = True, b""
             if self.frame.eof:
                 self.packed, self.frame = self.frame.unused_data, self.new_frame()
                 self.inside = False
@@ -104,10 +108,6 @@ def read(file: BinaryIO, size: int, path: str) -> bytes:
         return file.read(size)
     except (EOFError, OSError, lzma.LZMAError, zlib.error, ValueError) as error:
         raise UserError(f"{path} is damaged or not what its name says: {error}") from None
-    except Exception as error:  # zstandard's own error class, without importing it here
-        if type(error).__module__.startswith("zstandard") or "Zstd" in type(error).__name__:
-            raise UserError(f"{path} is damaged or not what its name says: {error}") from None
-        raise
 
 
 def is_mostly_nul(block: bytes) -> bool:

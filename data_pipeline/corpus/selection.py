@@ -50,12 +50,15 @@ EXPANSION = 4  # assumed ratio of compression
 LEAST_GROUPS = 64  # of the files of a small corpus, so that many workers can share it
 
 
-def needs_selection(corpus: CorpusConfig, chunks: list[FileChunk]) -> bool:
-    """Tell whether all documents have to be hashed before the corpus can be scanned."""
+def needs_selection(corpus: CorpusConfig, text_bytes: float) -> bool:
+    """Tell whether all documents have to be hashed before the corpus can be scanned.
+
+    text_bytes: of `count_bytes`.
+    """
     return (
         corpus.deduplicate
         or any(source.weight % 1 for source in corpus.each_source())
-        or 0 < corpus.held_out_fraction * count_bytes(chunks) < SURE_BYTES
+        or 0 < corpus.held_out_fraction * text_bytes < SURE_BYTES
     )
 
 
@@ -119,13 +122,10 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
         (folder / "rejects.json").write_text(json.dumps(rejects.causes))
 
 
-def hash_bytes(data: bytes) -> int:
-    """Hash the UTF-8 of a text to 64 bits of BLAKE2b."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-
-
 def hash_text(text: str) -> int:
-    return hash_bytes(text.encode("utf-8", "replace"))
+    """Hash the UTF-8 of a text to 64 bits of BLAKE2b."""
+    data = text.encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def hash_document(document: str) -> int:
@@ -168,10 +168,12 @@ def order_of_keeping(corpus: CorpusConfig, groups: list[list[FileChunk]]) -> lis
     return sorted(range(len(groups)), key=lambda i: -min(sources[groups[i][0].source].weight, 1))
 
 
-def find_earlier(hashed: list[Path], out: Path, order: list[int]) -> None:
+def find_earlier(hashed: list[Path], out: Path, order: list[int], n_whole: int) -> None:
     """Find the hashes of each chunk that also occur in a chunk that is earlier in an order.
 
-    hashed: the folders that `hash_group` wrote. order: of their indices.
+    hashed: the folders that `hash_group` wrote. order: of their indices; of the first `n_whole` all
+    documents are taken. A document of the others may not be, so that none of them is earlier for
+    paragraphs.
     Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder `out` for
     each chunk i that has any.
     """
@@ -182,7 +184,8 @@ def find_earlier(hashed: list[Path], out: Path, order: list[int]) -> None:
             bounds = [i * ALL // n for i in range(n)] + [ALL]
             for low, high in pairwise(bounds):  # about `MERGED` hashes each
                 parts = [distinct(between(np.load(f, mmap_mode="r"), low, high)) for f in files]
-                found = in_earlier([parts[i] for i in order])
+                first = n_whole if kind == "paragraphs" else len(order)
+                found = in_earlier([parts[i] for i in order], first)
                 for i, earlier in zip(order, found, strict=True):
                     if len(earlier):
                         append_array(folder / f"{i:06d}-{kind}.u8", earlier)
@@ -199,15 +202,18 @@ def distinct(hashes: np.ndarray) -> np.ndarray:
     return hashes[np.diff(hashes, prepend=hashes[:1] + np.uint64(1)) != 0]
 
 
-def in_earlier(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Select from each array of distinct hashes those that occur in an array before it."""
+def in_earlier(parts: list[np.ndarray], n: int) -> list[np.ndarray]:
+    """Select from each array of distinct hashes those that occur in an array before it, among the
+    first `n`."""
+    ends = np.cumsum([len(part) for part in parts])
     together = np.concatenate(parts)
     order = np.argsort(together, kind="stable")  # equal hashes stay in the order of arrays
     ordered = together[order]
+    is_first = np.diff(ordered, prepend=ordered[:1] + np.uint64(1)) != 0  # of equal ones
+    counts = order[is_first] < sum(map(len, parts[:n]))  # does that one lie in the first arrays?
     found = np.zeros(len(together), bool)
-    found[order[1:][ordered[1:] == ordered[:-1]]] = True
-    ends = np.cumsum([len(part) for part in parts])[:-1]
-    return [part[mask] for part, mask in zip(parts, np.split(found, ends), strict=True)]
+    found[order] = ~is_first & counts[np.cumsum(is_first) - 1]
+    return [part[mask] for part, mask in zip(parts, np.split(found, ends[:-1]), strict=True)]
 
 
 def read_earlier(folder: Path, i: int, kind: str) -> np.ndarray:
@@ -386,7 +392,10 @@ def select(
     hashed: folders that `hash_group` wrote. earlier: folder that `find_earlier` wrote. Neither is
     read unless `needs_selection`.
     """
-    sources, is_needed = corpus.each_source(), needs_selection(corpus, [*chain(*groups)])
+    sources, is_needed = (
+        corpus.each_source(),
+        needs_selection(corpus, count_bytes([*chain(*groups)])),
+    )
     limit = (
         find_limit(corpus, hashed, earlier) if is_needed else hash_limit(corpus.held_out_fraction)
     )

@@ -148,10 +148,13 @@ def test_where_there_is_a_store_given_tokens_are_ignored_in_one_line(
     assert "assumed" not in found
 
 
+@pytest.mark.parametrize("is_upper", [False, True])
 @pytest.mark.parametrize("suffix", PACKERS)
-def test_compressed_files_are_counted_as_the_text_in_them(prepared, tmp_path, suffix) -> None:
+def test_compressed_files_are_counted_as_the_text_in_them(
+    prepared, tmp_path, suffix, is_upper: bool
+) -> None:
     text = (prepared / "topics.txt").read_bytes()
-    path = tmp_path / f"topics.txt{suffix}"
+    path = tmp_path / f"topics.txt{suffix.upper() if is_upper else suffix}"
     path.write_bytes(PACKERS[suffix](text))
     plain = assume_data(config_of(prepared, tmp_path))
     packed = assume_data(config_of(prepared, tmp_path, f"corpus.files={path}"))
@@ -166,8 +169,20 @@ def test_the_text_of_slow_files_is_counted_as_a_copy_on_disk(prepared, tmp_path)
     path.write_bytes(lzma.compress((prepared / "topics.txt").read_bytes()))
     most = []
     for deduplicate in ("false", "true"):
-        overrides = f"corpus.files={path}", f"corpus.deduplicate={deduplicate}"
-        most.append(assume_data(config_of(prepared, tmp_path, *overrides)).preparation.most_bytes)
+        settings = f"corpus.deduplicate={deduplicate}", "corpus.held_out_fraction=0"
+        config = config_of(prepared, tmp_path, f"corpus.files={path}", *settings)
+        most.append(assume_data(config).preparation.most_bytes)
+    assert most[1] - most[0] == pytest.approx(path.stat().st_size * UNPACKED[".xz"])
+
+
+def test_of_a_small_corpus_documents_are_compared_to_be_held_out(prepared, tmp_path) -> None:
+    path = tmp_path / "topics.txt.xz"
+    path.write_bytes(lzma.compress((prepared / "topics.txt").read_bytes()))
+    most = []
+    for fraction in (0, 0.2):
+        settings = "corpus.deduplicate=false", f"corpus.held_out_fraction={fraction}"
+        config = config_of(prepared, tmp_path, f"corpus.files={path}", *settings)
+        most.append(assume_data(config).preparation.most_bytes)
     assert most[1] - most[0] == pytest.approx(path.stat().st_size * UNPACKED[".xz"])
 
 

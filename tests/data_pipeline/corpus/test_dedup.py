@@ -76,7 +76,8 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
     for i in order(range(len(pieces))):
         hash_group([pieces[i]], hashed[i], sources[pieces[i].source])
     groups = [[piece] for piece in pieces]
-    find_earlier(hashed, folder / "earlier", order_of_keeping(config, groups))
+    n_whole = sum(sources[piece.source].weight >= 1 for piece in pieces)
+    find_earlier(hashed, folder / "earlier", order_of_keeping(config, groups), n_whole)
     chosen = select(config, groups, hashed, folder / "earlier")
     kept: dict[int, list[str]] = {i: [] for i in range(len(pieces))}
     rejects = Rejects()
@@ -114,8 +115,11 @@ def test_a_text_stays_where_it_comes_first(tmp_path_factory, files, piece_bytes,
 
 
 @FEW
-@given(st.lists(st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1)), min_size=1, max_size=5))
-def test_a_piece_learns_which_of_its_hashes_an_earlier_one_has(tmp_path_factory, pieces):
+@given(
+    st.lists(st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1)), min_size=1, max_size=5),
+    st.integers(0, 5),
+)
+def test_a_piece_learns_which_of_its_hashes_an_earlier_one_has(tmp_path_factory, pieces, n_whole):
     folder = tmp_path_factory.mktemp("hashes")
     hashed = [folder / str(i) for i in range(len(pieces))]
     for path, hashes in zip(hashed, pieces, strict=True):
@@ -123,10 +127,27 @@ def test_a_piece_learns_which_of_its_hashes_an_earlier_one_has(tmp_path_factory,
         for kind in selection.KINDS:
             np.save(path / f"{kind}.npy", np.sort(np.array(hashes, np.uint64)))
     with patch.object(selection, "MERGED", 3):
-        find_earlier(hashed, folder / "earlier", list(range(len(pieces))))
+        find_earlier(hashed, folder / "earlier", list(range(len(pieces))), n_whole)
     for i, hashes in enumerate(pieces):
-        expected = sorted(set(hashes) & {n for piece in pieces[:i] for n in piece})
-        assert read_earlier(folder / "earlier", i, "documents").tolist() == expected
+        for kind, before in (("documents", pieces[:i]), ("paragraphs", pieces[: min(i, n_whole)])):
+            expected = sorted(set(hashes) & {n for piece in before for n in piece})
+            assert read_earlier(folder / "earlier", i, kind).tolist() == expected
+
+
+def test_no_paragraph_goes_to_a_document_that_is_not_sampled(tmp_path: Path) -> None:
+    """Each paragraph is in two files, in documents that a weight of 0.5 takes or does not."""
+    quoted = [f"paragraph {i} " * 20 for i in range(40)]
+    for name in ("a", "b"):
+        documents = [f"document {i} of {name}\n{text}" for i, text in enumerate(quoted)]
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(documents))
+    files = str(tmp_path / "*.txt")
+    whole, _ = by_pieces(CorpusConfig(files=files, deduplicate=False, weight=0.5), tmp_path / "all")
+    kept, _ = by_pieces(CorpusConfig(files=files, weight=0.5), tmp_path / "each")
+
+    def found(documents: list[str]) -> set[str]:
+        return {line for text in documents for line in text.split("\n") if line in quoted}
+
+    assert found(kept) == found(whole) and 20 < len(found(whole)) < 40
 
 
 def test_the_first_source_that_holds_a_text_keeps_it(tmp_path: Path):

@@ -28,8 +28,8 @@ from data_pipeline.corpus.selection import (
     count_bytes,
     find_earlier,
     find_limit,
-    hash_bytes,
     hash_limit,
+    hash_text,
     needs_selection,
 )
 from data_pipeline.corpus.sources import list_file_chunks
@@ -95,7 +95,7 @@ def held_out_of(data_dir: Path) -> set[int]:
 
 def lowest_of(documents: list[str], number: int) -> set[int]:
     """The numbers of the documents with the lowest hashes."""
-    hashes = [hash_bytes(document.encode()) for document in documents]
+    hashes = [hash_text(document) for document in documents]
     return set(sorted(range(len(documents)), key=hashes.__getitem__)[:number])
 
 
@@ -104,7 +104,7 @@ def lowest_of(documents: list[str], number: int) -> set[int]:
 
 def test_486_documents_at_1_percent_hold_out_50_and_20000_tokens(tmp_path: Path, capsys) -> None:
     documents = write_documents(486, 3000)
-    assert sum(hash_bytes(d.encode()) < hash_limit(0.01) for d in documents) < 10
+    assert sum(hash_text(d) < hash_limit(0.01) for d in documents) < 10
     manifest, held_out = prepared_of(documents, tmp_path)
     assert held_out == lowest_of(documents, 50)
     assert manifest["held_out"]["documents"] == 50 and manifest["train"]["documents"] == 436
@@ -158,7 +158,7 @@ def test_a_share_above_the_least_size_is_what_it_was(
 ) -> None:
     documents = write_documents(120, 300)
     _, held_out = prepared_of(documents, tmp_path, held_out_fraction=share, deduplicate=deduplicate)
-    expected = {i for i in range(120) if hash_bytes(documents[i].encode()) < share * 2**64}
+    expected = {i for i in range(120) if hash_text(documents[i]) < share * 2**64}
     assert held_out == expected
 
 
@@ -206,7 +206,7 @@ def test_the_limit_is_that_of_the_plain_rule_whatever_the_pieces(
                 np.save(path / "documents.npy", documents[:, 0])
                 np.save(path / "characters.npy", documents[:, 1].astype(np.int64))
                 np.save(path / "paragraphs.npy", np.zeros(0, np.uint64))
-            find_earlier(paths, folder / f"{name}-earlier", list(range(len(paths))))
+            find_earlier(paths, folder / f"{name}-earlier", list(range(len(paths))), len(paths))
             limits.add(find_limit(corpus, paths, folder / f"{name}-earlier"))
             expected = plain_limit(pieces, share, deduplicate)
             draw.shuffle(pieces)
@@ -319,7 +319,7 @@ def test_a_large_corpus_that_keeps_duplicates_is_read_once(texts, tmp_path: Path
     ):
         prepare(config, workers=1)
     documents = [d for file in texts for d in Path(file).read_text().split("\n\n")]
-    share = [d for d in documents if hash_bytes(d.encode()) < hash_limit(0.01)]
+    share = [d for d in documents if hash_text(d) < hash_limit(0.01)]
     assert len(held_out_of(tmp_path)) == len(share)
 
 
@@ -335,10 +335,10 @@ def test_a_corpus_counts_as_large_by_its_share_and_its_bytes(texts, tmp_path: Pa
     pieces = list_file_chunks(corpus)
     for bound, expected in ((size // 10 + 1, True), (size // 10 - 1, False)):
         with patch.object(selection, "SURE_BYTES", bound):
-            assert needs_selection(corpus, pieces) == expected
-    assert not needs_selection(CorpusConfig(deduplicate=False, held_out_fraction=0.0), pieces)
+            assert needs_selection(corpus, count_bytes(pieces)) == expected
+    assert not needs_selection(CorpusConfig(deduplicate=False, held_out_fraction=0.0), size)
     embedded = CorpusConfig(builtin="python-docs", deduplicate=False)
-    assert needs_selection(embedded, list_file_chunks(embedded))
+    assert needs_selection(embedded, count_bytes(list_file_chunks(embedded)))
 
 
 def test_a_large_corpus_is_judged_by_its_first_pieces(tmp_path: Path) -> None:
