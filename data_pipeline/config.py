@@ -109,9 +109,9 @@ class SourceConfig:
             f"{key} needs exactly one of builtin, files and dataset, and has "
             f"{' and '.join(given) or 'none'}; a key is dropped by KEY=null",
         )
-        names = [self.files] if isinstance(self.files, str) else self.files or []
-        are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        check(are_names, f"{key}.files is {self.files!r}; it can be a file or a list of files")
+        check_files(f"{key}.files", self.files)
+        if self.dataset:
+            check_files(f"{key}.dataset.data_files", self.dataset.data_files)
         if self.builtin is not None:
             check_choice(f"{key}.builtin", self.builtin, ("python-docs",))
         check(
@@ -274,6 +274,7 @@ class ProbesConfig:
 
     def validate(self) -> None:
         check_numbers(self, "eval.probes")
+        check_files("eval.probes.minimal_pairs", self.minimal_pairs)
         for sentence in self.sentences:
             check(
                 "[MASK]" in sentence,
@@ -455,6 +456,13 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             check_keys(section, given[name], origin, f"{prefix}{name}.")
 
 
+def check_files(key: str, value: Any) -> None:
+    """Raise `UserError` if a value is neither null, nor a string, nor a list of them."""
+    names = [value] if isinstance(value, str) else [] if value is None else value
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    check(are_names, f"{key} is {value!r}; it can be a file or a list of files")
+
+
 def to_list(value: Any) -> list[str]:
     """Make a list of strings from one string or a list of them."""
-    return [str(item) for item in ([value] if isinstance(value, str) else value or [])]
+    return [value] if isinstance(value, str) else list(value or [])

@@ -55,7 +55,7 @@ def main() -> None:
     if args.what == "learn":
         return bench_learn.measure_learning(config, args.config, args.minutes)
     if args.files:
-        config.corpus = replace(config.corpus, builtin=None, dataset=None, files=args.files)
+        config = with_files(config, args.files)
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         config = as_one_file(config, Path(folder))
@@ -75,20 +75,20 @@ def as_one_file(config: DataConfig, folder: Path) -> DataConfig:
 
     The peers can read that file, and no decompression is measured.
     """
-    rejects, path = Rejects(), folder / "corpus.txt"
+    rejects, path, sources = Rejects(), folder / "corpus.txt", config.corpus.each_source()
     with open(path, "w", encoding="utf-8") as file:
         for chunk in list_file_chunks(config.corpus):
-            for document in read_documents(chunk, config.corpus, rejects):
+            for document in read_documents(chunk, sources[chunk.source], rejects):
                 file.write(document + "\n\n")
-    corpus = replace(
-        config.corpus,
-        builtin=None,
-        dataset=None,
-        files=str(path),
-        layout="blank_line",
-        encoding="utf-8",
-    )
+    config = with_files(config, str(path))
+    corpus = replace(config.corpus, layout="blank_line", encoding="utf-8")
     return replace(config, corpus=corpus, data_dir=str(folder / "data"))
+
+
+def with_files(config: DataConfig, files: str | list[str]) -> DataConfig:
+    """Return a config whose corpus is these files alone."""
+    corpus = replace(config.corpus, builtin=None, dataset=None, files=files, sources=[])
+    return replace(config, corpus=corpus)
 
 
 if __name__ == "__main__":

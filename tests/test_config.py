@@ -107,6 +107,8 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path: Path, text, override
         (MINIMAL + "seed:", r"c\.yaml, key seed: "),
         ("corpus: {files: 3}", r"c\.yaml.* corpus\.files"),
         ("corpus: {files: true}", r"c\.yaml.* corpus\.files"),
+        ("corpus: {dataset: {path: json, data_files: 3}}", r"corpus\.dataset\.data_files is 3"),
+        (MINIMAL + "eval: {probes: {minimal_pairs: 5}}", r"eval\.probes\.minimal_pairs is 5"),
         ("corpus: {files: {a: b}}", r"c\.yaml.* corpus\.files"),
         (MINIMAL + "seed: 1\nseed: 2", r"c\.yaml is not a readable YAML file: (?s:.*)seed"),
         (MINIMAL + "a: [", r"c\.yaml is not a readable YAML file"),

@@ -53,7 +53,7 @@ def list_files(names: list[str]) -> list[Path]:
     """List the files of minimal pairs, those of a folder and its folders in the order of their
     names."""
     files = []
-    for path in map(Path, names):
+    for path in (Path(name).expanduser() for name in names):
         check(path.exists(), f"no minimal pairs at {path}; give a folder or files of them")
         found = [path]
         if path.is_dir():

@@ -5,6 +5,7 @@ itself, and it is called with one sentence before any work begins.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -59,7 +60,8 @@ def is_file(name: str) -> bool:
 
 def run_file(path: str) -> ModuleType:
     """Run a Python file as a module, from its text: bytecode kept beside it may be of another."""
-    module = ModuleType(Path(path).stem)
+    module = ModuleType(f"plug-in {path}")
     module.__file__ = path
+    sys.modules[module.__name__] = module  # where dataclasses look for their types
     exec(compile(read_file(Path(path)), path, "exec"), vars(module))
     return module

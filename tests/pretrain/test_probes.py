@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from helpers import TWO_STEPS, assert_same_run, command, fork, metrics, run, train_here
 
 from data_pipeline.build.prepare import prepare
-from data_pipeline.build.probes import encode_texts, read_pairs
+from data_pipeline.build.probes import encode_texts, list_files, read_pairs
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
 from data_pipeline.sampling.token_store import TokenStore
@@ -174,6 +174,12 @@ def test_pairs_that_are_not_there_stop_preparation_at_once(prepared: Path, tmp_p
     with pytest.raises(UserError, match="no minimal pairs at"):
         prepare_here(prepared, f"data_dir={tmp_path / 'data'}", "eval.probes.minimal_pairs=none")
     assert not (tmp_path / "data").exists()
+
+
+def test_pairs_are_found_at_home(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "pairs.tsv").write_text("a\tb\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list_files(["~/pairs.tsv"]) == [tmp_path / "pairs.tsv"]
 
 
 def test_a_sentence_without_a_mask_is_refused(prepared: Path) -> None:

@@ -1,18 +1,23 @@
 """The benchmark prints well-formed figures, and its slow rendering of google-research/bert keeps
 that program's rules. Nothing here asserts a time."""
 
+import contextlib
 import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, fork
+
+from data_pipeline.config import CorpusConfig, DataConfig, SourceConfig
 
 sys.path.append(str(ROOT / "scripts"))
 
 import bench_figures  # noqa: E402
 import bench_peers  # noqa: E402
+import benchmark  # noqa: E402
 
 KEYS = ["figure", "unit", "ours", "peer", "ratio", "target", "runs", "spread", "threads"]
 
@@ -39,6 +44,21 @@ def test_each_figure_is_a_line_of_json(prepared, what, with_peer, alone) -> None
             more = {figure["ours"] / figure["peer"], figure["peer"] / figure["ours"]}
             assert any(figure["ratio"] == pytest.approx(times, rel=0.02) for times in more)
     assert sum(figure["peer"] is not None for figure in figures) == with_peer
+
+
+def test_the_files_given_take_the_place_of_all_sources(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"body": "of a source"}\n')
+    (tmp_path / "given.txt").write_text("given\n")
+    sources = [SourceConfig(files=str(tmp_path / "own.jsonl"), text_field="body")]
+    config = DataConfig(corpus=CorpusConfig(sources=sources), data_dir=str(tmp_path / "data"))
+    for one, wanted in (
+        (config, "of a source"),
+        (benchmark.with_files(config, ["given.txt"]), "given"),
+    ):
+        with contextlib.chdir(tmp_path):
+            found = benchmark.as_one_file(one, tmp_path)
+        assert Path(found.corpus.files).read_text() == f"{wanted}\n\n"
+        assert [source.files for source in found.corpus.each_source()] == [found.corpus.files]
 
 
 def test_a_ratio_says_how_many_times_better_ours_is(capsys) -> None:

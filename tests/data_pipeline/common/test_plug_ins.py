@@ -97,3 +97,12 @@ def test_a_file_that_changes_is_run_as_it_is(tmp_path: Path) -> None:
         (tmp_path / "rules.py").write_text(RULES.format(mark=mark))
         assert sentence_splitter("en", f"{tmp_path}/rules.py:split")("a,b;c") == wanted
     assert [path.name for path in tmp_path.iterdir()] == ["rules.py"]
+
+
+def test_a_file_may_have_dataclasses_with_annotations_as_text(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Cut:\n    mark: str\n"
+        "def split(text):\n    return text.split(Cut(',').mark)\n"
+    )
+    assert sentence_splitter("en", f"{tmp_path}/rules.py:split")("a,b") == ["a", "b"]
