@@ -6,7 +6,7 @@ stopped.
 
 import platform
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from signal import Signals
 
 import torch
@@ -53,6 +53,17 @@ def agree_on_signal(accelerator: Accelerator) -> Signals | None:
     if accelerator.num_processes == 1:
         return received_signal()
     return name_signal(accelerator.reduce(flag_signal(received_signal(), accelerator)).tolist())
+
+
+def turns(n: int, accelerator: Accelerator) -> Iterator[tuple[int, bool]]:
+    """Deal n passes out to the ranks: yields (index of a pass, whether it counts).
+
+    Each rank gets equally many, since a sharded model needs all ranks in each pass; those that are
+    repeated for it at the end do not count.
+    """
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    for i in range(rank, -(-n // ranks) * ranks, ranks):
+        yield i % n, i < n
 
 
 def flag_signal(stop: Signals | None, accelerator: Accelerator) -> Tensor:

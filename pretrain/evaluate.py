@@ -14,7 +14,7 @@ from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary
-from pretrain.agreement import agree_on_signal
+from pretrain.agreement import agree_on_signal, turns
 from pretrain.loss import BINS
 from pretrain.metrics import area_under_curve, to_metrics
 from pretrain.models.bert import PretrainingModel
@@ -56,16 +56,13 @@ class HeldOut:
         starts = range(0, self.size, micro_batch_size)
         bands = frequency_bands(sample_counts(train))
         self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # batch, `token_groups`, counted?
-        rank, ranks = accelerator.process_index, accelerator.num_processes
-        for i in range(rank, -(-len(starts) // ranks) * ranks, ranks):
-            # equally many on each rank, since a sharded model needs all ranks in each forward pass;
-            # the repeated batches at the end do not count
-            start = starts[i % len(starts)]
+        for i, counts in turns(len(starts), accelerator):
+            start = starts[i]
             count = min(micro_batch_size, self.size - start)
             batch = source.batch(start, count)
             sizes = word_sizes(store, source.examples(start, count)[0], batch)
             groups = token_groups(batch, sizes, bands, train.vocabulary)
-            self.batches.append((batch, groups, i < len(starts)))
+            self.batches.append((batch, groups, counts))
         pairs, epoch = source.examples(0, self.size)[0], source.epoch_part(0)
         found = store.manifest["held_out"]
         # None for a store of an earlier version, which counted no bytes of its splits

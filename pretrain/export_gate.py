@@ -75,17 +75,13 @@ def probe_batch(model: PretrainingModel) -> Batch:
     """Make two sequences of ordinary ids, of different length, with every fourth masked."""
     vocab_size, max_length = model.vocab_size, model.config.max_position_embeddings
     lengths = torch.tensor([min(24, max_length), min(17, max_length)])
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.arange(5, 5 + int(lengths.sum())) * 7 % (vocab_size - 5) + 5
     ids[ids == model.config.pad_token_id] = 0  # [PAD] would have no position in RoBERTa
     position = torch.cat([torch.arange(n) for n in lengths.tolist()])
     types = (position > 8).long().clamp(max=model.config.type_vocab_size - 1)
-    sequence = torch.repeat_interleave(torch.arange(2), lengths)
     masked = torch.arange(0, len(ids), 4)
-    return Batch(
-        ids, types, position, sequence, cu_seqlens, masked, ids[masked], torch.tensor([0, 1]),
-        int(lengths.max()),
-    )  # fmt: skip
+    pairs = torch.tensor([0, 1])
+    return Batch.of(ids, lengths, masked, token_type_ids=types, next_sentence_label=pairs)
 
 
 def check_with_transformers(

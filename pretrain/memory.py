@@ -45,24 +45,14 @@ def largest_batch(store: TokenStore, phase: Phase, world_size: int) -> Batch:
     train, data = phase.train, phase.data
     passes = count_passes(train.global_batch_size, train.micro_batch_size, world_size)
     count, length = ceil(ceil(train.global_batch_size / world_size) / passes), data.max_seq_length
-    starts = length * torch.arange(count + 1)
     most = ceil(data.masked_lm_prob * length)
     masked = torch.arange(1, 1 + min(most, data.max_predictions_per_seq or most, length - 2))
-    masked_positions = (starts[:-1, None] + masked).flatten()
+    masked_positions = (length * torch.arange(count)[:, None] + masked).flatten()
     input_ids = torch.from_numpy(np.resize(store.tokens[: count * length], count * length)).long()
     is_pair = data.objective != "none" and data.single_segment_prob < 1
-    return Batch(
-        input_ids,
-        torch.zeros_like(input_ids),
-        torch.arange(length).repeat(count),
-        torch.arange(count).repeat_interleave(length),
-        starts,
-        masked_positions,
-        input_ids[masked_positions],
-        torch.full((count,), 0 if is_pair else -100),
-        length,
-        count * is_pair,
-    )
+    pairs = torch.full((count,), 0 if is_pair else -100)
+    lengths = torch.full((count,), length)
+    return Batch.of(input_ids, lengths, masked_positions, next_sentence_label=pairs)
 
 
 @contextmanager

@@ -92,13 +92,15 @@ class Monitor:
         """Record the MLM loss of a step, and tell whether it is the last of `SPIKE_STEPS` in a row
         that are `SPIKE` nats above the usual loss.
 
-        loss: of a step, in nats; not finite if the step is skipped, which then counts for nothing.
+        loss: of a step, in nats; one that was skipped counts for nothing.
         is_new_phase: forget what was usual, since another length or mask rate has another loss.
         """
         state = self.state
         if is_new_phase:
             state |= {"losses": [], "above": 0}
         losses = state["losses"]
+        if state["in_a_row"]:  # the step was skipped
+            return False
         if len(losses) == RECENT and loss > (usual := statistics.median(losses)) + SPIKE:
             state["above"] += 1
             if loss > EXPLODING * usual:

@@ -21,7 +21,7 @@ from data_pipeline.config import check
 from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.vocabulary import Vocabulary
-from pretrain.agreement import agree_on_signal
+from pretrain.agreement import agree_on_signal, turns
 from pretrain.models.bert import PretrainingModel
 
 PASS_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 17}  # tokens of a pass; no speed is left in more
@@ -54,20 +54,17 @@ def score_sentences(
     scores = torch.zeros(len(distinct), dtype=torch.float64, device=device)
     copies = MaskedCopies(distinct, vocabulary, within_word, is_whole=model.rtd is not None)
     passes = list(copies.passes(PASS_TOKENS.get(device.type, PASS_TOKENS["cuda"])))
-    rank, ranks = accelerator.process_index, accelerator.num_processes
     was_training = model.training
     model.eval()
-    for i in range(rank, -(-len(passes) // ranks) * ranks, ranks):
-        # equally many passes on each rank, since a sharded model needs all ranks in each of them;
-        # the repeated ones at the end do not count
+    for i, counts in turns(len(passes), accelerator):
         if agree_on_signal(accelerator):
             model.train(was_training)
             return None
-        batch, sentence = copies.build(*passes[i % len(passes)])
+        batch, sentence = copies.build(*passes[i])
         with accelerator.autocast():
             batch = batch.to(device)
             losses = judge_sentences(model, batch) if model.rtd else model.score(batch)[0]
-        if i < len(passes):
+        if counts:
             scores.index_add_(0, sentence.to(device), -losses.double())
         advance(len(batch.input_ids))
     model.train(was_training)
@@ -120,7 +117,6 @@ class MaskedCopies:
         sentence, place = self.sentence[first:last], self.place[first:last]
         starts, ends = self.starts[sentence], self.ends[sentence]
         lengths = ends - starts
-        cu_seqlens = np.append(0, np.cumsum(lengths))
         source = ranges(starts, ends)  # of each token of the batch, among the sentences' tokens
         target = np.repeat(place, lengths)  # the token to predict in its copy
         is_hidden = source == target
@@ -128,17 +124,10 @@ class MaskedCopies:
             is_hidden = np.zeros_like(is_hidden)
         elif self.within_word:
             is_hidden = (self.word[source] == self.word[target]) & (source >= target)
-        arrays = (
-            np.where(is_hidden, self.mask_id, self.tokens[source]),
-            np.zeros_like(source),
-            source - np.repeat(starts, lengths),
-            np.repeat(np.arange(len(sentence)), lengths),
-            cu_seqlens,
-            cu_seqlens[:-1] + place - starts,
-            self.tokens[place],
-            np.zeros_like(sentence),
-        )
-        return Batch(*map(torch.from_numpy, arrays), int(lengths.max())), torch.from_numpy(sentence)
+        ids = np.where(is_hidden, self.mask_id, self.tokens[source])
+        masked = np.cumsum(lengths) - ends + place
+        arrays = map(torch.from_numpy, (ids, lengths, masked, self.tokens[place]))
+        return Batch.of(*arrays), torch.from_numpy(sentence)
 
 
 @torch.no_grad()
@@ -219,13 +208,8 @@ def fill_masks(
     """
     lengths = torch.tensor([len(sentence) for sentence in sentences])
     ids = torch.tensor([token for sentence in sentences for token in sentence])
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    sequence = torch.arange(len(sentences)).repeat_interleave(lengths)
     masked = torch.nonzero(ids == vocabulary["[MASK]"])[:, 0]
-    batch = Batch(
-        ids, torch.zeros_like(ids), torch.arange(len(ids)) - cu_seqlens[sequence], sequence,
-        cu_seqlens, masked, ids[masked], torch.zeros_like(lengths), int(lengths.max()),
-    )  # fmt: skip
+    batch = Batch.of(ids, lengths, masked)
     check(model.mlm is not None, "the model has no head for masked tokens; give its generator")
     was_training = model.training
     model.eval()
@@ -235,7 +219,10 @@ def fill_masks(
     best = logits.float().softmax(-1).topk(k)
     found: list[list] = [[] for _ in sentences]
     for i, tokens, p in zip(
-        sequence[masked].tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+        batch.sequence_ids[masked].tolist(),
+        best.indices.tolist(),
+        best.values.tolist(),
+        strict=True,
     ):
         found[i].append([(vocabulary.show(t), value) for t, value in zip(tokens, p, strict=True)])
     return found

@@ -174,15 +174,15 @@ def check_on_each_machine(function: Callable[[], object]) -> None:
 
 
 def share_from_main(function: Callable[[], object], accelerator: Accelerator) -> object:
-    """Call a function on all ranks and return what it returns on the main process (a collective
-    call); an error of the user or the operating system that it raises there stops them all."""
+    """Call a function on the main process and return what it returns on all (a collective call);
+    an error of the user or the operating system that it raises stops them all."""
     shared, error = [None, False], None
     try:
-        shared[0] = function()
+        shared[0] = function() if accelerator.is_main_process else None
     except (UserError, OSError) as raised:
         error, shared[1] = raised, True
     broadcast_object_list(shared)
-    if shared[1] and accelerator.is_main_process:
+    if error:
         raise error
     if shared[1]:
         stop_all("", accelerator)

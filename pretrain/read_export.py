@@ -14,6 +14,7 @@ from data_pipeline.common.reading import check_regular, read_json
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import read_vocabulary
+from pretrain.checkpoint import name_not_finite
 from pretrain.config import ModelConfig
 from pretrain.export_folder import FILES
 from pretrain.families import hf_config, read_hf_config, read_settings
@@ -159,8 +160,8 @@ def read_model(folder: Path) -> PretrainingModel:
 
 def check_finite(weights: Mapping[str, Tensor], folder: Path) -> None:
     """Raise `UserError` if a weight is NaN or infinite: every figure would be wrong, in silence."""
-    sick = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
-    check(not sick, f"{folder}: {', '.join(sick[:2])} is not finite; export or copy it again")
+    sick = name_not_finite(weights)
+    check(not sick, f"{folder}: {sick} is not finite; export or copy it again")
 
 
 def check_weights(folder: Path) -> None:

@@ -32,7 +32,7 @@ from pretrain.checkpoint import (
 )
 from pretrain.config import TrainConfig
 from pretrain.fingerprint import check_fingerprint, read_fingerprint
-from pretrain.processes import share_from_main
+from pretrain.processes import call_on_all, share_from_main
 from pretrain.read_run import read_run_config
 from pretrain.tracking import read_metrics
 
@@ -58,9 +58,7 @@ def lock_run(run_dir: Path, accelerator: Accelerator) -> TextIO:
     folder is in use, or holds the user's own files under names that a run writes.
     """
     taken = []
-    share_from_main(
-        lambda: accelerator.is_main_process and taken.append(take_lock(run_dir)), accelerator
-    )
+    share_from_main(lambda: taken.append(take_lock(run_dir)), accelerator)
     return taken[0] if taken else open(os.devnull, "w")
 
 
@@ -117,15 +115,18 @@ def load_resume_state(
     Returns (checkpoint or None, state), the same on all ranks. Raises `UserError` if the run has a
     different fingerprint, or checkpoints that are all damaged.
     """
-    is_main = accelerator.is_main_process
     checkpoint = share_from_main(
-        lambda: is_main and find_start(run_dir, fingerprint, settings.restart), accelerator
+        lambda: find_start(run_dir, fingerprint, settings.restart), accelerator
     )
     state = {"step": 0, "running_sums": [], "evaluation": {}, "part_sizes": []}
     if checkpoint is not None:
-        state |= read_state(checkpoint)
-        saved = read_fingerprint(state)
-        for line in check_fingerprint(saved, fingerprint, state["step"], run_dir, settings.extend):
+        state |= call_on_all(lambda: read_state(checkpoint))
+        said = call_on_all(
+            lambda: check_fingerprint(
+                read_fingerprint(state), fingerprint, state["step"], run_dir, settings.extend
+            )
+        )
+        for line in said:
             accelerator.print(line)
         was, now = state.get("micro_batch_size"), settings.micro_batch_size
         if was not in (None, now):

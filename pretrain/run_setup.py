@@ -49,7 +49,7 @@ from pretrain.processes import (
 )
 from pretrain.run_folder import keep_in_run, load_resume_state, lock_run
 from pretrain.sampled_softmax import sample_chances
-from pretrain.sharding import wrap_model
+from pretrain.sharding import asks_for_shards, wrap_model
 from pretrain.watch import start_watch
 from pretrain.word_vectors import word_vectors
 
@@ -108,16 +108,15 @@ def set_up(config: Config) -> Run:
     settings, run_dir = config.train, Path(config.run_dir)
     phases = phases_of(config)
     accelerator = build_accelerator(settings, phases)
-    is_main = accelerator.is_main_process
-    share_from_main(lambda: is_main and check_export_folder(run_dir / "export"), accelerator)
+    share_from_main(lambda: check_export_folder(run_dir / "export"), accelerator)
 
     # data
     store, sources = open_token_store(config, phases)
     held_out = build_held_out(config, phases, store, accelerator)
     longest = [source.longest for source in sources]
     at_end = {"step": settings.max_steps, "longest": longest}
-    probes = build_probes(config, store, known_positions(config, at_end))
-    fingerprint = fingerprint_run(config, store, accelerator)
+    probes = call_on_all(lambda: build_probes(config, store, known_positions(config, at_end)))
+    fingerprint = call_on_all(lambda: fingerprint_run(config, store, accelerator))
     check_ranks_agree(config, fingerprint, accelerator)
 
     # model, new or with the weights of init_from
@@ -129,7 +128,7 @@ def set_up(config: Config) -> Run:
         if sizes[:1] == source.part_sizes[:1]:  # else the phase had other settings, and lies ahead
             source.recall_sizes(sizes)
     if checkpoint:
-        load_model(checkpoint, bare)
+        call_on_all(lambda: load_model(checkpoint, bare))
     elif config.init_from:
         state["new_heads"] = new_heads
         accelerator.print(*taken, sep="\n")
@@ -167,7 +166,7 @@ def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, l
         lambda: TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
     )
     check_on_each_machine(lambda: check_data(folder))
-    sources = build_sources(phases, store)
+    sources = call_on_all(lambda: build_sources(phases, store))
     if differences := list_other_settings(config, store.manifest):
         PartialState().print(
             red(
@@ -212,7 +211,7 @@ def check_resources(config: Config, vocab_size: int) -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if on_gpu := trains_on_gpu():
         memory = torch.cuda.get_device_properties(0).total_memory
-        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        if asks_for_shards():
             memory *= int(os.environ.get("WORLD_SIZE", 1))
     else:
         memory = machine_memory() // ranks

@@ -263,7 +263,7 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
     finish_writing(run)
     latest = done - 2 * SPIKE_STEPS  # damage can be older than the loss that shows it
     good = share_from_main(
-        lambda: run.is_main and last_good(run.run_dir / "checkpoints", latest, monitor.passed_over),
+        lambda: last_good(run.run_dir / "checkpoints", latest, monitor.passed_over),
         run.accelerator,
     )
     if action == "rollback" and good and good.name != monitor.state["went_back_to"]:

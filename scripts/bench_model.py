@@ -233,16 +233,13 @@ def fill_up(batch: Batch, length: int) -> Batch:
     labels = torch.zeros(tokens, dtype=torch.int64)
     labels[batch.masked_positions] = batch.masked_labels
     masked = is_masked[place % tokens].nonzero()[:, 0]
-    return Batch(
+    return Batch.of(
         batch.input_ids[place % tokens],
-        batch.token_type_ids[place % tokens],
-        place % length,
-        place // length,
-        torch.arange(rows + 1) * length,
+        torch.full((rows,), length),
         masked,
         labels[masked % tokens],
+        batch.token_type_ids[place % tokens],
         batch.next_sentence_label,
-        max_length=length,
     )
 
 
@@ -375,10 +372,10 @@ def padding_share(task: Task) -> float:
     return 1 - needed / counter.get_total_flops()
 
 
-def peak_memory(step: Step, count: int = 4) -> int:
+def peak_memory(step: Step) -> int:
     """Measure the peak memory of a few steps, in bytes (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    for _ in range(count):
+    for _ in range(4):
         step()
     return memory("VmHWM")
 

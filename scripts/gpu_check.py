@@ -33,7 +33,6 @@ if missing := [name for name in NEEDED if not find_spec(name)]:
     sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}; install them with pip")
 
 import torch
-import torch.nn.functional as F
 from bench_model import Task, make_task, measure_alone, ours, peer, train_steps
 from safetensors.torch import load_file
 from torch import Tensor
@@ -263,15 +262,13 @@ def random_batch(lengths: tuple[int, ...] | list[int], seed: int) -> Batch:
     """Build sequences of these lengths with random tokens, one in seven masked."""
     draw = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(lengths)
-    cu_seqlens = F.pad(sizes.cumsum(0), (1, 0))
-    sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
-    position = torch.arange(len(sequence)) - cu_seqlens[sequence]
-    ids = torch.randint(5, VOCABULARY, position.shape, generator=draw)
+    ids = torch.randint(5, VOCABULARY, (sum(lengths),), generator=draw)
     masked = torch.arange(0, len(ids), 7)
     labels = torch.randint(5, VOCABULARY, masked.shape, generator=draw)
     pairs = torch.randint(0, 2, sizes.shape, generator=draw)
-    kinds = (position > sizes[sequence] // 2).long()
-    return Batch(ids, kinds, position, sequence, cu_seqlens, masked, labels, pairs, max(lengths))
+    batch = Batch.of(ids, sizes, masked, labels, next_sentence_label=pairs)
+    batch.token_type_ids = (batch.position_ids > sizes[batch.sequence_ids] // 2).long()
+    return batch
 
 
 def attend_by_the_book(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:

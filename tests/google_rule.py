@@ -160,7 +160,7 @@ def audit_google(store: TokenStore, data: PairsConfig, seed: int, dupe_factor: i
     pairs = np.concatenate([google_pairs(documents, *settings) for _ in range(dupe_factor)])
     most = math.ceil(data.masked_lm_prob * data.max_seq_length)
     masks = google_masks(store, pairs[:SEQUENCES], most, draw)
-    return audit_rule(store, pairs, masks, data)
+    return audit_rule(store, pairs, masks)
 
 
 def main() -> None:

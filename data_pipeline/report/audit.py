@@ -324,9 +324,7 @@ def choose_examples(
 # ------------------------------------------------------------------------------------- the whole
 
 
-def audit_rule(
-    store: TokenStore, epoch: np.ndarray, sequences: Sequence[np.ndarray], data: PairsConfig
-) -> dict:
+def audit_rule(store: TokenStore, epoch: np.ndarray, sequences: Sequence[np.ndarray]) -> dict:
     """Audit the pairs of an epoch and some of its sequences, drawn by any rule.
 
     epoch: `PAIR` array, in random order. sequences: the array arguments of `audit_masks`.
@@ -366,6 +364,6 @@ def audit_store(store: TokenStore, data: PairsConfig, seed: int) -> dict:
         "settings": vars(data) | {"seed": seed},
         "corpus": audit_corpus(store),
         "vocabulary": audit_vocabulary(store),
-        **audit_rule(store, source.pairs(0), sequences, data),
+        **audit_rule(store, source.pairs(0), sequences),
         "examples": choose_examples(store, data, pairs, streams),
     }

@@ -36,6 +36,35 @@ class Batch:
         if self.pairs < 0:
             self.pairs = int((self.next_sentence_label >= 0).sum())
 
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        masked_positions: torch.Tensor,
+        masked_labels: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        next_sentence_label: torch.Tensor | None = None,
+    ) -> "Batch":
+        """Build a batch of sequences of so many tokens, which lie end to end.
+
+        lengths: int64 (B,). By default the labels are the tokens that are masked, and those of the
+        sequences and the types are 0.
+        """
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return cls(
+            input_ids,
+            torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids,
+            torch.arange(len(input_ids)) - cu_seqlens[sequence],
+            sequence,
+            cu_seqlens,
+            masked_positions,
+            input_ids[masked_positions] if masked_labels is None else masked_labels,
+            torch.zeros_like(lengths) if next_sentence_label is None else next_sentence_label,
+            max_length=int(lengths.max()),
+        )
+
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to `device`, without waiting for it; a no-op on the CPU."""
         if device.type == "cpu":

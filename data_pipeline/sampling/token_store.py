@@ -152,7 +152,7 @@ def find_run_edges(
 class StoreView:
     """Some documents of a store as if they were a store of their own, with positions from 0.
 
-    Has what drawing pairs needs: the offsets, `take`, `starts_word` and `spans`.
+    Has what drawing pairs needs: the offsets, `starts_word` and `spans`.
     documents: int64 (runs, 2), ascending; first document of each run, and the one after its last.
     """
 
@@ -166,23 +166,13 @@ class StoreView:
         self.run_starts = np.append(0, ends[:-1])
         self.shift = tokens[:, 0] - self.run_starts  # from view to store
 
-    def __len__(self) -> int:
-        return int(self.sentence_offsets[-1])
-
-    @property
-    def n_documents(self) -> int:
-        return len(self.document_offsets) - 1
-
     def in_store(self, positions: np.ndarray) -> np.ndarray:
         """Convert positions in the view to positions in the store: int64 (n,)."""
         run = np.searchsorted(self.run_starts, positions, side="right") - 1
         return positions + self.shift[run]
 
-    def take(self, positions: np.ndarray) -> np.ndarray:
-        return self.store.take(self.in_store(positions))
-
-    def starts_word(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
-        return self.store.starts_word(self.in_store(positions), tokens)
+    def starts_word(self, positions: np.ndarray) -> np.ndarray:
+        return self.store.starts_word(self.in_store(positions))
 
     def spans(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
         """Return the tokens of each [start, end), which must not cross from one run to the next."""

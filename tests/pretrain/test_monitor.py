@@ -387,6 +387,18 @@ def test_only_steps_in_a_row_are_a_spike() -> None:
     assert monitor.has_spiked(9.0, False)
 
 
+def test_a_skipped_step_is_no_part_of_a_spike() -> None:
+    monitor, lines = build()
+    for _ in range(RECENT):
+        monitor.has_spiked(2.0, False)
+    for step in range(3 * SPIKE_STEPS):
+        is_skipped = step % 3 == 0
+        monitor.has_finite_gradient(step, math.inf if is_skipped else 1.0)
+        spiked = monitor.has_spiked(math.inf if is_skipped else 9.0, False)
+        assert spiked == (not is_skipped and step == 3 * SPIKE_STEPS // 2 - 1), step
+    assert not any("the MLM loss of one step" in line for line in lines)
+
+
 def test_a_new_phase_forgets_what_was_usual() -> None:
     monitor, _ = build()
     for step in range(1000):
