@@ -34,7 +34,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.pairs < 0:
-            self.pairs = int((self.next_sentence_label >= 0).sum())
+            self.pairs = int((self.next_sentence_label.numpy() >= 0).sum())
 
     @classmethod
     def of(
@@ -62,7 +62,7 @@ class Batch:
             masked_positions,
             input_ids[masked_positions] if masked_labels is None else masked_labels,
             torch.zeros_like(lengths) if next_sentence_label is None else next_sentence_label,
-            max_length=int(lengths.max()),
+            max_length=int(lengths.numpy().max()),
         )
 
     def to(self, device: torch.device) -> "Batch":
