@@ -24,7 +24,7 @@ from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain.agreement import agree_on_signal, turns
 from pretrain.models.bert import PretrainingModel
 
-PASS_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 17}  # tokens of a pass; no speed is left in more
+PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 17}  # tokens of a pass; no speed is left in more
 SPECIALS = ("[CLS]", "[SEP]")  # not scored
 LEVELS = ("field", "linguistics_term", "UID")  # of BLiMP; a UID is a paradigm
 
