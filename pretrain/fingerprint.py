@@ -19,9 +19,8 @@ from pretrain.config import Config, ModelConfig, PhaseConfig, TrainConfig, phase
 from pretrain.optim import learning_rate
 
 SCHEMA = 5
-"""Schema 1 held every field of the config; schema 2 is of runs that replaced masked words whole,
-3 of runs that split and cut sentences from their start alone under the objective `sop`, and 4 of
-runs in which a few B's told by their length whether they were random."""
+"""Schema 1, of version 0.1.0, held every field of the config. Runs of all earlier ones drew their
+data by other rules."""
 OTHERS = {  # what is said of hashes that differ
     "data_sha256": "the data are others (data_sha256)",
     "vocab_sha256": "the vocabulary is another (vocab_sha256)",
@@ -181,28 +180,16 @@ def check_fingerprint(
     if changed:
         raise UserError(f"{run_dir} is the run of another config: {'; '.join(changed)}. {advice}")
     lines = []
-    begun = "an earlier version began this run: "
     if moved or before != after:
         was, now = rate_at(saved, step), rate_at(wanted, step)
         lines.append(
             f"from step {step:,} to {after:,} in place of {before:,}: the learning rate goes on at "
             f"{now:.3g}, it would have been {was:.3g}"
         )
-    if saved["schema"] < 5 and step and saved["data.objective"] == "nsp":
+    if saved["schema"] < SCHEMA and step:
         lines.append(
-            f"{begun}its pairs are drawn by other random numbers from step {step:,} on; in a small "
-            "corpus, the lengths of B had told a few labels"
-        )
-    if saved["schema"] < 4 and step and saved["data.objective"] == "sop":
-        lines.append(
-            f"{begun}where it split or cut within a sentence, pairs are other ones from step "
-            f"{step:,} on, whose lengths do not tell their order"
-        )
-    if saved["schema"] < 3 and step:
-        lines.append(
-            f"{begun}dropout, and the data of phases after the first, are drawn by other random "
-            f"numbers from step {step:,} on, and a masked token becomes [MASK], random or stays by "
-            "itself, not with its word"
+            f"an earlier version began this run: from step {step:,} on its pairs, masks, dropout "
+            "and the data of phases after the first are drawn by the rules of this version"
         )
     return lines
 
