@@ -25,17 +25,21 @@ from pretrain.run_setup import Run
 
 def preallocate_memory(run: Run, weights: Tensor, step: int, clock: Clock) -> None:
     """Pass the largest micro-batch of each phase that ends after `step` through the model and back,
-    and drop the gradients (a collective call).
+    as a step does, and drop the gradients (a collective call).
 
     weights: of the objectives, (objectives,). clock: does not count the time.
     """
     with clock.paused():
         for phase in run.phases:
             if phase.end > step:
+                sizes = phase.train.global_batch_size, phase.train.micro_batch_size
+                passes = count_passes(*sizes, run.accelerator.num_processes)
                 batch = largest_batch(run.store, phase, run.accelerator.num_processes)
+                batch = batch.to(run.accelerator.device)
                 torch.manual_seed(run.config.seed)
-                rows = run.model(batch.to(run.accelerator.device))
-                (weights * rows[:, 0]).sum().backward()
+                for _ in range(min(passes, 2)):  # a second pass has the gradients of the first
+                    rows = run.model(batch)
+                    (weights * rows[:, 0]).sum().backward()
                 run.bare.zero_grad()
 
 

@@ -36,6 +36,7 @@ def score_sentences(
     accelerator: Accelerator,
     within_word: bool = False,
     advance: Callable[[int], object] = lambda tokens: None,
+    most_tokens: int = PASS_TOKENS["cuda"],
 ) -> np.ndarray | None:
     """Compute the pseudo-log-likelihood of each sentence in nats, float64 (N,) (a collective call).
 
@@ -48,12 +49,14 @@ def score_sentences(
     within_word: also mask the later pieces of a token's word, so that the rest of a long word does
     not give its beginning away (Kauf & Ivanova 2023, arXiv:2305.10588).
     advance: is told the number of tokens of each pass, as `count_work` counts them.
+    most_tokens: of a pass, but for its last sentence.
     """
     distinct = sorted(set(map(tuple, sentences)), key=len)
     device = accelerator.device
     scores = torch.zeros(len(distinct), dtype=torch.float64, device=device)
     copies = MaskedCopies(distinct, vocabulary, within_word, is_whole=model.rtd is not None)
-    passes = list(copies.passes(PASS_TOKENS.get(device.type, PASS_TOKENS["cuda"])))
+    fastest = PASS_TOKENS.get(device.type, PASS_TOKENS["cuda"])
+    passes = list(copies.passes(min(fastest, most_tokens)))
     was_training = model.training
     model.eval()
     for i, counts in turns(len(passes), accelerator):
@@ -63,7 +66,10 @@ def score_sentences(
         batch, sentence = copies.build(*passes[i])
         with accelerator.autocast():
             batch = batch.to(device)
-            losses = judge_sentences(model, batch) if model.rtd else model.score(batch)[0]
+            if model.rtd:
+                losses = judge_sentences(model, batch)
+            else:
+                losses = model.score(batch, mlm_only=True)[0]
         if counts:
             scores.index_add_(0, sentence.to(device), -losses.double())
         advance(len(batch.input_ids))
@@ -237,10 +243,19 @@ class Probes:
     found: what `data_pipeline.build.probes.write_probes` wrote.
     counts: int64 (V,), tokens of the training split, for the baseline.
     longest: tokens that the model takes. Raises `UserError` if a sentence has more.
+    most_tokens: of a pass; not more than training has in one, so that an evaluation fits as well.
     """
 
-    def __init__(self, found: dict, vocabulary: Vocabulary, counts: np.ndarray, longest: int):
+    def __init__(
+        self,
+        found: dict,
+        vocabulary: Vocabulary,
+        counts: np.ndarray,
+        longest: int,
+        most_tokens: int,
+    ):
         self.vocabulary, self.texts = vocabulary, found["settings"]["sentences"]
+        self.most_tokens = most_tokens
         self.pairs, self.sentences = found["good"] + found["bad"], found["sentences"]
         self.paradigms = [tuple(names) for names in found["paradigms"]]
         check_lengths(self.pairs + self.sentences, vocabulary, longest)
@@ -255,7 +270,8 @@ class Probes:
         collective call). Returns None if a signal comes before the last of them is scored."""
         if not self.pairs:
             return {}
-        scores = score_sentences(model, self.pairs, self.vocabulary, accelerator)
+        most = self.most_tokens
+        scores = score_sentences(model, self.pairs, self.vocabulary, accelerator, most_tokens=most)
         if scores is None:
             return None
         found = by_phenomenon(self.paradigms, prefers_good(scores))

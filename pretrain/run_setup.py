@@ -353,4 +353,5 @@ def build_probes(config: Config, store: TokenStore, longest: int) -> Probes | No
         f"{path} {'was made from other probes or another vocabulary' if found else 'is missing'}; "
         + advice,
     )
-    return Probes(found, store.vocabulary, sample_counts(store), longest)
+    sizes = [p.train.micro_batch_size * p.data.max_seq_length for p in phases_of(config)]
+    return Probes(found, store.vocabulary, sample_counts(store), longest, max(sizes))

@@ -178,9 +178,12 @@ class PretrainingModel(Encoder):
         return torch.stack([one.measure(self, states, batch) for one in self.objectives])
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def score(
+        self, batch: Batch, mlm_only: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute what the evaluation needs of a batch.
 
+        mlm_only: leave out the other objectives, of which the bag of words is as much work again.
         Returns MLM losses in nats, float32 (M,); ranks of the labels (the number of tokens that
         score higher), int64 (M,); the rows of all objectives but MLM; and the `count_scores` of
         replaced tokens, where the model has them.
@@ -188,7 +191,8 @@ class PretrainingModel(Encoder):
         states = self.transform_seen(self.embeddings(batch), batch)
         x = self.mlm(states.masked)  # (M, D)
         scores = score_labels(x, self.embeddings.word.weight, self.mlm.bias, batch.masked_labels)
-        rows = [one.measure(self, states, batch) for one in self.objectives[1:]]
+        others = () if mlm_only else self.objectives[1:]
+        rows = [one.measure(self, states, batch) for one in others]
         return *scores, torch.stack(rows) if rows else x.new_zeros(0, ROW), None
 
     def logits(self, batch: Batch) -> tuple[Tensor, ...]:

@@ -132,6 +132,8 @@ def test_ranks_and_losses_are_those_of_all_scores_at_once_whatever_the_chunk(
     assert pairs[2] == 6
     order = scores.argsort(1, descending=True)
     assert torch.equal(ranks, (order == batch.masked_labels[:, None]).int().argmax(1))
+    alone, _, rows, _ = model.score(batch, mlm_only=True)
+    assert torch.equal(alone, losses) and len(rows) == 0
 
 
 def test_under_autocast_the_last_product_is_float32_and_nothing_ties(store: TokenStore) -> None:

@@ -2,7 +2,9 @@
 says what to do where there is not enough."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import memory, train
 from pretrain.config import Config, phases_of
-from pretrain.memory import explain_out_of_memory, largest_batch
+from pretrain.memory import explain_out_of_memory, largest_batch, preallocate_memory
 from pretrain.models.bert import PretrainingModel
 
 PHASES = "train.phases=[{steps: 8, single_segment_prob: 1}, {steps: 4, max_seq_length: 80}]"
@@ -75,6 +77,26 @@ def test_each_phase_that_goes_on_is_passed_once_in_each_start(
     shutil.rmtree(tmp_path / "checkpoints/step-00000012")
     train_here(prepared, tmp_path, PHASES, "train.save_every=4")
     assert [batch.max_length for batch in seen] == [64, 80, 80]
+
+
+@pytest.mark.parametrize("micro_batch_size, found", [(16, [False]), (8, [False, True])])
+def test_a_step_of_several_passes_is_met_with_the_gradients_that_it_keeps(
+    prepared: Path, store: TokenStore, micro_batch_size: int, found: list[bool]
+) -> None:
+    sizes = ("train.global_batch_size=16", f"train.micro_batch_size={micro_batch_size}")
+    config = load_config(Config, str(prepared / "config.yaml"), sizes)
+    bare, had_gradients = torch.nn.Linear(1, 1, bias=False), []
+
+    def model(batch: Batch) -> torch.Tensor:
+        had_gradients.append(bare.weight.grad is not None)
+        assert len(batch.next_sentence_label) == micro_batch_size
+        return bare(torch.ones(1, 1))
+
+    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    names = {"store": store, "accelerator": accelerator, "config": config, "model": model}
+    run = SimpleNamespace(phases=phases_of(config), bare=bare, **names)
+    preallocate_memory(run, torch.ones(1), 0, SimpleNamespace(paused=nullcontext))
+    assert had_gradients == found and bare.weight.grad is None
 
 
 def test_too_little_memory_ends_in_a_line_that_says_what_to_do(

@@ -15,7 +15,13 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, load_config
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
-from pretrain.probes import by_phenomenon, prefers_good, score_by_frequency, score_sentences
+from pretrain.probes import (
+    MaskedCopies,
+    by_phenomenon,
+    prefers_good,
+    score_by_frequency,
+    score_sentences,
+)
 from pretrain.read_export import load_export
 
 SENTENCES = [
@@ -56,6 +62,23 @@ def run_dir(probed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     train_here(probed, folder)
     return folder
+
+
+def test_a_pass_of_probes_has_about_as_many_tokens_as_one_of_training_at_most(
+    probed: Path, tmp_path: Path, monkeypatch
+) -> None:
+    sizes, real = [], MaskedCopies.build
+
+    def build(*arguments):
+        batch, sentence = real(*arguments)
+        sizes.append(len(batch.input_ids))
+        return batch, sentence
+
+    monkeypatch.setattr(MaskedCopies, "build", build)
+    given = ("data.max_seq_length=24", "train.micro_batch_size=2", "eval.probes.sentences=[]")
+    prepare_here(probed, f"data_dir={tmp_path / 'data'}", given[2])
+    train_here(probed, tmp_path / "run", f"data_dir={tmp_path / 'data'}", *given)
+    assert len(sizes) > 4 and max(sizes) < 48 + 24  # the last sentence of a pass may exceed it
 
 
 def evaluations(folder: Path) -> list[dict]:
