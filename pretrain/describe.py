@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from data_pipeline.sampling.batch_source import BatchSource, count_passes
+from data_pipeline.sampling.batch_source import BatchSource, count_passes, largest_pass
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import LABELS
 from data_pipeline.sampling.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ def describe_start(
         print(
             f"step {phase.start:,} to {phase.end:,}: {size:,} sequences of at most "
             f"{phase.data.max_seq_length} tokens a step = {processes} x {passes} passes of at most "
-            f"{-(-size // (processes * passes))}; {sequences:,} an epoch, "
+            f"{largest_pass(size, most, processes)}; {sequences:,} an epoch, "
             f"{(phase.end - phase.start) * size / sequences:,.1f} epochs"
         )
     phase = phase_at(phases, start)

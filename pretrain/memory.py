@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.sampling.batch_source import count_passes
+from data_pipeline.sampling.batch_source import count_passes, largest_pass
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Phase
@@ -32,12 +32,12 @@ def preallocate_memory(run: Run, weights: Tensor, step: int, clock: Clock) -> No
     with clock.paused():
         for phase in run.phases:
             if phase.end > step:
+                processes = run.accelerator.num_processes
                 sizes = phase.train.global_batch_size, phase.train.micro_batch_size
-                passes = count_passes(*sizes, run.accelerator.num_processes)
-                batch = largest_batch(run.store, phase, run.accelerator.num_processes)
-                batch = batch.to(run.accelerator.device)
+                passes = count_passes(*sizes, processes)
+                batch = largest_batch(run.store, phase, processes).to(run.accelerator.device)
                 torch.manual_seed(run.config.seed)
-                for _ in range(min(passes, 2)):  # a second pass has the gradients of the first
+                for _ in range(min(passes, 2)):  # the second has the gradients of the first
                     rows = run.model(batch)
                     (weights * rows[:, 0]).sum().backward()
                 run.bare.zero_grad()
@@ -47,8 +47,8 @@ def largest_batch(store: TokenStore, phase: Phase, world_size: int) -> Batch:
     """Build as many sequences as a process has in one pass of a phase, each of the full length,
     with the share of masked positions that the phase asks for."""
     train, data = phase.train, phase.data
-    passes = count_passes(train.global_batch_size, train.micro_batch_size, world_size)
-    count, length = ceil(ceil(train.global_batch_size / world_size) / passes), data.max_seq_length
+    count = largest_pass(train.global_batch_size, train.micro_batch_size, world_size)
+    length = data.max_seq_length
     most = ceil(data.masked_lm_prob * length)
     masked = torch.arange(1, 1 + min(most, data.max_predictions_per_seq or most, length - 2))
     masked_positions = (length * torch.arange(count)[:, None] + masked).flatten()

@@ -20,7 +20,7 @@ from data_pipeline.common.reading import read_json
 from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
 from data_pipeline.config import PROBES_FILE, check
-from data_pipeline.sampling.batch_source import BatchSource
+from data_pipeline.sampling.batch_source import BatchSource, largest_pass
 from data_pipeline.sampling.manifest import held_out_shortfall, list_other_settings
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
@@ -115,7 +115,8 @@ def set_up(config: Config) -> Run:
     held_out = build_held_out(config, phases, store, accelerator)
     longest = [source.longest for source in sources]
     at_end = {"step": settings.max_steps, "longest": longest}
-    probes = call_on_all(lambda: build_probes(config, store, known_positions(config, at_end)))
+    known, processes = known_positions(config, at_end), accelerator.num_processes
+    probes = call_on_all(lambda: build_probes(config, store, known, processes))
     fingerprint = call_on_all(lambda: fingerprint_run(config, store, accelerator))
     check_ranks_agree(config, fingerprint, accelerator)
 
@@ -329,7 +330,7 @@ def judged_by(config: Config, phase: Phase) -> set[tuple[int, bool]]:
     return {(length, single) for length in (config.data.max_seq_length, phase.data.max_seq_length)}
 
 
-def build_probes(config: Config, store: TokenStore, longest: int) -> Probes | None:
+def build_probes(config: Config, store: TokenStore, longest: int, world_size: int) -> Probes | None:
     """Read the probes that preparation has encoded; None if `eval.probes` is empty.
 
     longest: tokens of a sequence, for which the model will have learned positions.
@@ -353,5 +354,9 @@ def build_probes(config: Config, store: TokenStore, longest: int) -> Probes | No
         f"{path} {'was made from other probes or another vocabulary' if found else 'is missing'}; "
         + advice,
     )
-    sizes = [p.train.micro_batch_size * p.data.max_seq_length for p in phases_of(config)]
-    return Probes(found, store.vocabulary, sample_counts(store), longest, max(sizes))
+    most_tokens = max(
+        largest_pass(p.train.global_batch_size, p.train.micro_batch_size, world_size)
+        * p.data.max_seq_length
+        for p in phases_of(config)
+    )
+    return Probes(found, store.vocabulary, sample_counts(store), longest, most_tokens)

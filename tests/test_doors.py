@@ -442,7 +442,7 @@ def test_probes(prepared: Path, tmp_path: Path) -> None:
 
     def read() -> None:
         read_pairs(names)
-        build_probes(config, store, 64)
+        build_probes(config, store, 64, world_size=1)
 
     try_door([pairs, table, data_dir / "probes.json"], read)
 

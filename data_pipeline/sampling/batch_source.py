@@ -244,6 +244,12 @@ def count_passes(global_batch_size: int, micro_batch_size: int, world_size: int)
     return min(passes, global_batch_size // world_size)
 
 
+def largest_pass(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Count the sequences of the largest micro-batch of a step."""
+    passes = count_passes(global_batch_size, micro_batch_size, world_size)
+    return ceil(global_batch_size / (world_size * passes))
+
+
 def prefetch(source: Iterator, depth: int = 4) -> Iterator:
     """Yield the items of `source`, which a thread computes up to `depth` items ahead.
 

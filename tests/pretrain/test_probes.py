@@ -64,8 +64,9 @@ def run_dir(probed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("global_batch_size, micro_batch_size", [(16, 2), (2, 16)])
 def test_a_pass_of_probes_has_about_as_many_tokens_as_one_of_training_at_most(
-    probed: Path, tmp_path: Path, monkeypatch
+    probed: Path, tmp_path: Path, monkeypatch, global_batch_size: int, micro_batch_size: int
 ) -> None:
     sizes, real = [], MaskedCopies.build
 
@@ -75,9 +76,14 @@ def test_a_pass_of_probes_has_about_as_many_tokens_as_one_of_training_at_most(
         return batch, sentence
 
     monkeypatch.setattr(MaskedCopies, "build", build)
-    given = ("data.max_seq_length=24", "train.micro_batch_size=2", "eval.probes.sentences=[]")
-    prepare_here(probed, f"data_dir={tmp_path / 'data'}", given[2])
-    train_here(probed, tmp_path / "run", f"data_dir={tmp_path / 'data'}", *given)
+    data = (f"data_dir={tmp_path / 'data'}", "eval.probes.sentences=[]")
+    prepare_here(probed, *data)
+    sizes_of_a_step = (
+        "data.max_seq_length=24",
+        f"train.global_batch_size={global_batch_size}",
+        f"train.micro_batch_size={micro_batch_size}",
+    )
+    train_here(probed, tmp_path / "run", *data, *sizes_of_a_step)
     assert len(sizes) > 4 and max(sizes) < 48 + 24  # the last sentence of a pass may exceed it
 
 

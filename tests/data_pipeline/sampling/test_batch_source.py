@@ -19,7 +19,13 @@ from reference_pairs import make_store, rows
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling import token_store
-from data_pipeline.sampling.batch_source import BatchSource, count_passes, cut_evenly, prefetch
+from data_pipeline.sampling.batch_source import (
+    BatchSource,
+    count_passes,
+    cut_evenly,
+    largest_pass,
+    prefetch,
+)
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import deal_documents
 from data_pipeline.sampling.token_store import StoreView, TokenStore
@@ -94,6 +100,7 @@ def test_any_batch_is_divided_evenly_among_processes_and_passes(size, most, worl
     sizes = np.concatenate([np.diff(cut_evenly(int(share), passes)) for share in shares])
     assert sizes.sum() == size and len(sizes) == passes * world_size
     assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
+    assert sizes.max() == largest_pass(size, most, world_size)
     assert sizes.max() <= most + (
         most * world_size < size and -(-size // world_size) > passes * most
     )
