@@ -188,19 +188,37 @@ def check_resume(check: Check) -> None:
             shutil.copytree(whole, half)
             shutil.rmtree(list_checkpoints(half / "checkpoints")[-1])
             train(check, half, is_exact)
-            before, a, b = (
-                load_file(run / f"checkpoints/step-{step:08}/model.safetensors")
-                for run, step in ((half, STEPS // 2), (whole, STEPS), (half, STEPS))
-            )
+            ends = ((half, STEPS // 2), (whole, STEPS), (half, STEPS))
+            before, a, b = (read_weights(*end) for end in ends)
         if is_exact:
             worst = largest((a[name] - b[name]).abs().max() for name in a)
             check.must("resumed run, deterministic: largest difference of a weight", worst, 0)
         else:  # 1 if it had trained nothing
-            apart, moved = (
-                sum((a[name] - other[name]).double().square().sum() for name in a).sqrt()
-                for other in (b, before)
-            )
-            check.must("resumed run: difference, times what 6 steps moved", apart / moved, 0.3)
+            share = distance(a, b) / distance(a, before)
+            check.must("resumed run: difference, times what 6 steps moved", share, 0.3)
+
+
+def check_processes(check: Check) -> None:
+    """Compare DDP and FSDP2, a process for each GPU, with one process, all with Muon."""
+    count = torch.cuda.device_count() if check.is_gpu else 2
+    if count < 2:
+        return check.note("processes", "one GPU only")
+    # dropout is drawn for each pass, of which each process has its own
+    same = {"train.optimizer": "muon", "train.learning_rate": 1e-3}
+    same |= {f"model.{kind}_dropout_prob": 0 for kind in ("hidden", "attention_probs")}
+    with TemporaryDirectory() as folder:
+        kinds = {"one": (1, False), "DDP": (count, False), "FSDP2": (count, True)}
+        for kind, (processes, shards) in kinds.items():
+            train(check, Path(folder, kind), False, processes, shards, same)
+        before, whole = (read_weights(Path(folder, "one"), step) for step in (STEPS // 2, STEPS))
+        for kind in ("DDP", "FSDP2"):
+            weights = read_weights(Path(folder, kind), STEPS)
+            share = distance(whole, weights) / distance(whole, before)
+            name = f"{kind}, {count} processes beside one: difference"
+            check.must(f"{name}, times what 6 steps moved", share, 0.3)
+            # which neither Muon nor AdamW would tell, as they see no scale
+            norms = zip(*(read_norms(Path(folder, one)) for one in ("one", kind)), strict=True)
+            check.must(f"{name} of the gradient norm", largest(b / a - 1 for a, b in norms), 0.05)
 
 
 def check_trainer(check: Check) -> None:
@@ -329,8 +347,19 @@ def make_step(model: PretrainingModel, optimizers: list, batch: Batch, rate: flo
     return losses[0].detach()
 
 
-def train(check: Check, run_dir: Path, is_exact: bool) -> None:
-    """Train in another process, or go on; raises CalledProcessError if it fails."""
+def train(
+    check: Check,
+    run_dir: Path,
+    is_exact: bool,
+    processes: int = 1,
+    shards: bool = False,
+    more: dict | None = None,
+) -> None:
+    """Train in other processes, or go on; raises CalledProcessError if it fails.
+
+    shards: FSDP2 in place of DDP.
+    more: settings beside those of all runs.
+    """
     code = "from pretrain.__main__ import run; run()"
     if is_exact:
         code = f"import torch; torch.use_deterministic_algorithms(True); {code}"
@@ -343,7 +372,7 @@ def train(check: Check, run_dir: Path, is_exact: bool) -> None:
     settings: dict = {"run_dir": run_dir, "data_dir": check.data_dir}
     settings |= {f"model.{name}": value for name, value in size.items()}
     settings |= {f"train.{name}": value for name, value in train.items()}
-    options = [f"{name}={value}" for name, value in settings.items()]
+    options = [f"{name}={value}" for name, value in (settings | (more or {})).items()]
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # deterministic algorithms ask for it
@@ -351,11 +380,32 @@ def train(check: Check, run_dir: Path, is_exact: bool) -> None:
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(run_dir.parent / "kernels")}
     if not check.is_gpu:
         env |= {"CUDA_VISIBLE_DEVICES": ""}
+    if shards:
+        env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     command = [sys.executable, "-c", code, str(ROOT / "configs/bert_base.yaml"), *options]
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command = [sys.executable, *launcher, str(processes), "--no-python", *command]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
         done.check_returncode()
+
+
+def read_weights(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint."""
+    return load_file(run_dir / f"checkpoints/step-{step:08}/model.safetensors")
+
+
+def read_norms(run_dir: Path) -> list[float]:
+    """Read the gradient norms that a run has logged."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["train/grad_norm"] for line in lines if "train/grad_norm" in line]
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Return how far the weights of one model are from those of another."""
+    return float(sum((a[name] - b[name]).double().square().sum() for name in a) ** 0.5)
 
 
 def task_of(check: Check, size: str, length: int, is_full: bool) -> Task:
@@ -371,6 +421,7 @@ STAGES: dict[str, Callable[[Check], None]] = {
     "learning": check_learning,
     "shapes": check_shapes,
     "resume": check_resume,
+    "processes": check_processes,
     "trainer": check_trainer,
     "base": lambda check: check_speed(check, "base", 128),
     "large": lambda check: check_speed(check, "large", 512),

@@ -29,7 +29,7 @@ def test_all_stages_pass_without_what_prepares_data(prepared, tmp_path) -> None:
     seconds = [row["name"] for row in found if row["name"].endswith(": seconds")]
     assert seconds == [f"{stage}: seconds" for stage in gpu_check.STAGES]
     right = [row["name"] for row in found if row["verdict"] == "right"]
-    assert len(right) == 6 + 3 + 1 and len(found) > len(right)
+    assert len(right) == 6 + 3 + 1 + 4 and len(found) > len(right)
     assert done.stdout.count(" right") == len(right)
 
 
