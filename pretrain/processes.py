@@ -41,7 +41,9 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     has sequences, and for plug-ins of Accelerate that wrap the model in their own way.
     """
     launched = "WORLD_SIZE" in os.environ
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and not launched:
+    # what accelerate launch sets for several processes; an address alone may be of the shell
+    asked_for_several = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
+    if asked_for_several <= os.environ.keys() and not launched:
         raise UserError(
             "accelerate launch was asked for several processes and started one, as it does with "
             "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "

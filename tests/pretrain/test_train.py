@@ -388,15 +388,27 @@ def test_more_processes_than_sequences_are_refused(prepared: Path, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_fewer_processes_than_asked_for_are_refused(prepared: Path, tmp_path: Path) -> None:
-    """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    done = subprocess.run(
-        launch + command(prepared, tmp_path / "run"),
+def launch(processes: int, words: list[str], **env: str) -> subprocess.CompletedProcess:
+    """Run a command by `accelerate launch --cpu`."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes"]
+    return subprocess.run(
+        [*launcher, str(processes), *words],
         capture_output=True,
         text=True,
         timeout=300,
+        env=os.environ | env,
     )
+
+
+def test_an_address_of_the_shell_is_no_launcher_of_several(prepared: Path, tmp_path: Path) -> None:
+    done = launch(1, command(prepared, tmp_path / "run"), MASTER_ADDR="login.cluster")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/export").is_dir()
+
+
+def test_fewer_processes_than_asked_for_are_refused(prepared: Path, tmp_path: Path) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
+    done = launch(2, command(prepared, tmp_path / "run"))
     assert done.returncode != 0
     assert "asked for several processes and started one" in done.stderr
     assert not (tmp_path / "run").exists()
