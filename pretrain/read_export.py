@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,19 @@ def load_pretrained(loader: type, folder: Path, **options) -> Any:
 
 
 def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> None:
-    """Check that the model has an embedding for each id that its tokenizer gave.
+    """Check that the model has an embedding for each id that its tokenizer gave, and the tokenizer
+    the special tokens of an encoder.
 
     Raises `UserError` that shows the token, which its files name beside those of the vocabulary.
     """
-    highest, rows = max(map(max, sequences)), read_settings(folder).get("vocab_size")
+    lacks = [name for name in ("cls", "sep", "pad") if getattr(tokenizer, f"{name}_token") is None]
+    check(
+        not lacks,
+        f"{folder}: its tokenizer has no {lacks[:1] and lacks[0]}_token, as encoders have; "
+        "name it in tokenizer_config.json",
+    )
+    highest = max(chain.from_iterable(sequences), default=0)
+    rows = read_settings(folder).get("vocab_size")
     if rows is not None and highest >= rows:
         raise UserError(
             f"{folder}: its tokenizer gives {tokenizer.convert_ids_to_tokens(highest)!r} the id "

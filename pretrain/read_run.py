@@ -27,7 +27,7 @@ def read_run_config(run_dir: Path) -> Config:
     check(path.exists(), f"no {path}; export a checkpoint from its run folder, which holds it")
     try:
         given = OmegaConf.to_container(read_yaml(path))
-        check(isinstance(given, dict), f"{path} is not a mapping of sections")
+        check(isinstance(given, dict) and given, f"{path} is empty, or no mapping of sections")
         merged = OmegaConf.merge(OmegaConf.structured(Config), keep_known(given, Config))
         config = OmegaConf.to_object(merged)
         for section in (config.model, config.data, config.train, config.export):

@@ -6,6 +6,7 @@ python scripts/embed.py --model DIR --pool mean --out vectors.npy < FILE
 import argparse
 import sys
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from pretrain.families import longest_sequence
@@ -130,10 +132,10 @@ def main() -> None:
         f"--center: {name} has one text, which is its own mean; give more, or leave it out",
     )
     check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(args.out)
     vectors = embed(args.model, texts, args.pool, args.center)
-    with open(args.out, "wb") as file:  # np.save would append .npy to other names
-        np.save(file, vectors)
+    np.save(file := BytesIO(), vectors)
+    write_file(args.out, file.getbuffer())
     print(f"{args.out}: {len(vectors):,} vectors of {vectors.shape[1]:,} numbers")
 
 

@@ -43,7 +43,7 @@ from finetune_words import STRENGTHS, fit_words, vectorize
 from transformers import AutoTokenizer
 
 from data_pipeline.common.errors import run_command
-from data_pipeline.common.folders import hash_file, write_file
+from data_pipeline.common.folders import check_writable, hash_file, write_file
 from data_pipeline.common.reading import read_json
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
@@ -103,7 +103,11 @@ def main() -> None:
     args.metric = args.metric or task.metrics[0]
     known = ", ".join(task.metrics)
     check(args.metric in task.metrics, f"--metric {args.metric}: {args.task} has {known}")
-    args.out.mkdir(parents=True, exist_ok=True)  # what cannot be written fails before the training
+    described = {  # what cannot be read, or written, fails before the training
+        "model": describe_model(args.model),
+        "data": {name: describe_file(getattr(args, name), s) for name, s in splits.items()},
+    }
+    check_writable(results)
 
     systems = {}
     for system in dict.fromkeys([args.init, *args.also]):
@@ -123,8 +127,7 @@ def main() -> None:
 
     found = {
         "settings": vars(args),
-        "model": describe_model(args.model),
-        "data": {name: describe_file(getattr(args, name), s) for name, s in splits.items()},
+        **described,
         "systems": systems,
         "seconds": round(time.perf_counter() - start, 1),
         "versions": versions(),
@@ -158,11 +161,13 @@ def check_settings(args: argparse.Namespace) -> None:
         f"--pool last4: {args.model} has {layers} layers; use --pool mean",
     )
     longest -= longest % LENGTH_MULTIPLE  # to which sequences are padded
+    least = min(16, longest)
     usual = min(384 if args.task == "qa" else 128, longest)
     args.max_length = usual if args.max_length is None else args.max_length
     check(
-        16 <= args.max_length <= longest,
-        f"--max-length {args.max_length}: wanted 16 to {longest}, the positions of {args.model}",
+        least <= args.max_length <= longest,
+        f"--max-length {args.max_length}: wanted {least} to {longest}, whole multiples of "
+        f"{LENGTH_MULTIPLE} of which {args.model} has positions",
     )
     for name in ("epochs", "patience", "batch_size", "max_train"):
         value = getattr(args, name)

@@ -29,6 +29,7 @@ QUESTION = {"question": str, "answers": [ANSWER]}
 MOST_WORDS = 10_000  # of a sentence
 # of columns, in a first line that is no example
 NAMES = {name for names in COLUMNS.values() for name in names} | {"word", "token", "tag", "pos"}
+NAMES |= {"form", "upos", "ner", "ner_tag", "review", "sentiment", "rating", "stars", "category"}
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)")  # above a sentence of a CoNLL file
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
 SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
@@ -54,19 +55,18 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     number, from 1, in a file that does not begin with the names.
     Raises `UserError` that names file and line.
     """
+    suffix = path.suffix.lower()
     if task == "qa":
         check(not columns, f"--columns: {path} is read as SQuAD's JSON, which has no columns")
         examples = list(read_squad(path))
-    elif task == "tagging" and path.suffix not in JSON_ROWS:
+    elif task == "tagging" and suffix not in JSON_ROWS:
         examples = list(read_conll(path, columns))
     else:
         known = JSON_ROWS if task == "choice" else ROWS  # a table holds no lists
-        check(
-            path.suffix in known,
-            f"{path}: unknown format {path.suffix!r}; wanted {', '.join(known)}",
-        )
+        check(path.exists(), f"no file at {path}")
+        check(suffix in known, f"{path}: unknown format {suffix!r}; wanted {', '.join(known)}")
         read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
-        rows = ROWS[path.suffix](path, columns)
+        rows = ROWS[suffix](path, columns)
         examples = [read(Row(place, cells, columns), task) for place, cells in rows]
     check(examples, f"{path} holds no examples")
     return examples
@@ -245,7 +245,8 @@ def labelled_texts(row: Row, task: str) -> Example:
     else:
         check(label is not None and str(label).strip(), f"{row.place} has no label")
         check(is_name(label), f"{row.place}: label is {label!r:.60}, not a name or a number")
-        label = str(label).strip()
+        is_whole = isinstance(label, float) and label.is_integer()
+        label = str(int(label) if is_whole else label).strip()  # JSON may hold 1 and 1.0
     return Example(row.place, texts, label)
 
 
@@ -276,9 +277,10 @@ def choices(row: Row, task: str) -> Example:
 def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
     """Yield sentences of a file with a word and its tag per line, and blank lines between them.
 
-    Columns are separated by tabs, or else by blanks; the first is the word, the last its tag,
-    unless `columns` has other numbers. Where documents begin (-DOCSTART-) and what is noted above
-    a sentence (`# id = 3`) are no words, nor are the ranges and empty nodes of a `.conllu`.
+    Columns are separated by tabs, or else by blanks; the first is the word, the last its tag, and
+    in a `.conllu` the second and the fourth, unless `columns` has other numbers. Where documents
+    begin (-DOCSTART-) and what is noted above a sentence (`# id = 3`) are no words, nor are the
+    ranges and empty nodes of a `.conllu`.
     """
     for what, name in columns.items():
         check(
@@ -289,8 +291,10 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
             name.isdecimal() and int(name) > 0,
             f"--columns {what}={name}: {path} has no names of columns; give a number, from 1",
         )
-    word, tag = (int(columns.get(what, end)) for what, end in (("tokens", 1), ("tags", 0)))
-    words, tags, start, is_conllu = [], [], 1, path.suffix == ".conllu"
+    is_conllu = path.suffix.lower() == ".conllu"
+    usual = {"tokens": 2, "tags": 4} if is_conllu else {"tokens": 1, "tags": 0}
+    word, tag = (int(columns.get(what, usual[what])) for what in ("tokens", "tags"))
+    words, tags, start = [], [], 1
     for number, line in enumerate([*read_text(path).split("\n"), ""], 1):
         # a word may hold other spaces than blanks, or be one
         cells = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))

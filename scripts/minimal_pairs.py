@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
 from data_pipeline.common.errors import run_command
+from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.common.system import progress_bar
 from data_pipeline.config import check
 from data_pipeline.sampling.token_store import TokenStore
@@ -90,13 +91,13 @@ def main() -> None:
     check(args.limit is None or args.limit > 0, f"--limit {args.limit}: wanted 1 or more")
     if args.out:
         check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(args.out)
     pairs = read_pairs(args.data, args.limit)
     results = measure(args.model, pairs, args.within_word, args.store)
     print_table(results)
     if args.out:
         settings = {"model": str(args.model), "limit": args.limit, "within_word": args.within_word}
-        args.out.write_text(json.dumps(settings | results, indent=1) + "\n")
+        write_file(args.out, (json.dumps(settings | results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from data_pipeline.vocabulary.existing import load_tokenizer
 
 SUFFIXES = (".jsonl", ".tsv")
 HEADERS = ("good\tbad", "sentence_good\tsentence_bad")  # a first line of a .tsv that is no pair
+HEADERS += ("grammatical\tungrammatical", "acceptable\tunacceptable", "correct\tincorrect")
 
 
 @dataclass
@@ -50,17 +51,23 @@ def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
 
 
 def list_files(names: list[str]) -> list[Path]:
-    """List the files of minimal pairs, those of a folder and its folders in the order of their
-    names."""
-    files = []
+    """List the files of minimal pairs, each once, those of a folder and its folders in the order of
+    their names; what is hidden there is left out."""
+    files = {}
     for path in (Path(name).expanduser() for name in names):
         check(path.exists(), f"no minimal pairs at {path}; give a folder or files of them")
         found = [path]
         if path.is_dir():
-            found = sorted(p for p in path.rglob("[!.]*") if p.suffix in SUFFIXES and p.is_file())
+            found = sorted(
+                p
+                for p in path.rglob("*")
+                if p.suffix in SUFFIXES
+                and p.is_file()
+                and not any(part.startswith(".") for part in p.relative_to(path).parts)
+            )
             check(bool(found), f"no {' or '.join(SUFFIXES)} file in {path}; name the files")
-        files += found
-    return files
+        files |= {one.resolve(): one for one in found if one.resolve() not in files}
+    return list(files.values())
 
 
 def read_file(path: Path) -> list[MinimalPair]:

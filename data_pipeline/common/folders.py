@@ -67,12 +67,29 @@ def write_file(path: Path, data: bytes, lasting: bool = False, shared: bool = Fa
     may write it at the same time, and the last to finish wins.
     """
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp" if shared else f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        if lasting:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # such as a full disk, which needs the space
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that long work will write, and check that it can be written there.
+
+    Raises `OSError`, or `UserError` for a device, which `write_file` would replace.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file; name one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(probe := path.with_name(f"{path.name}.probe"), b"")
+    probe.unlink()
 
 
 def remove_entries(folder: Path, is_ours: Callable[[str], object]) -> None:

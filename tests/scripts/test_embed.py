@@ -160,6 +160,17 @@ def test_a_text_without_tokens_is_refused(straight, text) -> None:
         embed.embed(straight / "export", ["a", text], "mean")
 
 
+def test_a_tokenizer_without_the_special_tokens_of_an_encoder_is_refused(
+    straight, tmp_path
+) -> None:
+    shutil.copytree(straight / "export", tmp_path / "bare")
+    path = tmp_path / "bare/tokenizer_config.json"
+    rules = json.loads(path.read_text())
+    path.write_text(json.dumps(rules | {"sep_token": None}))
+    with pytest.raises(UserError, match="bare: its tokenizer has no sep_token"):
+        embed.embed(tmp_path / "bare", TEXTS[:3], "mean")
+
+
 def test_a_folder_as_out_is_refused_before_any_work(straight, tmp_path) -> None:
     done = run("--model", straight / "export", "--out", tmp_path, input=b"a\n")
     assert done.returncode == 2 and b"is a folder; name a file in it" in done.stderr

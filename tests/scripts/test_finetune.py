@@ -738,7 +738,7 @@ def test_conll_u_has_ranges_and_empty_nodes_which_are_no_words(tmp_path) -> None
     lines = [f"{number}\t{word}\t_\t{tag}\t_" for number, word, tag in [("1-2", "du", "_"), *rows]]
     text = "# newdoc\n# newpar\n# text = du x\n" + "\n".join(lines) + "\n\n"
     (tmp_path / "a.conllu").write_text(text)
-    found = read_examples(tmp_path / "a.conllu", "tagging", {"tokens": "2", "tags": "4"})
+    found = read_examples(tmp_path / "a.conllu", "tagging", {})
     assert [(e.texts, e.label) for e in found] == [(["de", "le", "x"], ["ADP", "DET", "NOUN"])]
 
 
@@ -775,6 +775,9 @@ def test_an_answer_without_text_is_none(tmp_path) -> None:
          {"text": "2", "second": "3", "label": "1"},
          [(['a "b"', "c"], "3"), (["d", "e\nf"], "4")]),
         ("classification", "a.json", '{"sentence": "x", "label": "1 "}\n', {}, [(["x"], "1")]),
+        ("classification", "a.JSONL",
+         '{"text": "x", "label": 1}\n{"text": "y", "label": 1.0}\n{"text": "z", "label": 0.5}\n',
+         {}, [(["x"], "1"), (["y"], "1"), (["z"], "0.5")]),
         ("tagging", "a.conllu",
          "# sent_id = 3\n# a free comment\n1\tDogs\tdog\tNOUN\t_\n2\tbark\tbark\tVERB\t_\n",
          {"tokens": "2", "tags": "4"}, [(["Dogs", "bark"], ["NOUN", "VERB"])]),
@@ -806,6 +809,13 @@ def test_columns_without_names_are_counted(task, name, text, columns, wanted, tm
             "Text,Label\nx,1\n",
             {"text": "1", "label": "2"},
             r"a.csv:1 names columns \(label, text\), and --columns gives their numbers",
+        ),
+        (
+            "classification",
+            "a.csv",
+            "review,sentiment\nx,1\n",
+            {"text": "1", "label": "2"},
+            r"a.csv:1 names columns \(review, sentiment\)",
         ),
     ],
 )
@@ -847,6 +857,7 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("multi_label", "a.jsonl", '{"text": "x", "label": {"y": 1}}', r"; wanted the names"),
         ("multi_label", "a.jsonl", '{"text": "x", "label": true}', r"label is True; wanted the n"),
         ("tagging", "a.tsv", "word\ttag\nx\tO\n", r"a.tsv:1 names columns; wanted a word and"),
+        ("tagging", "a.tsv", "Token\tNER\nx\tO\n", r"a.tsv:1 names columns; wanted a word and"),
         ("tagging", "a.tsv", "sentence\tlabel\nx\t1\n", r"a.tsv:1 names columns; wanted a word"),
         ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.conll", "x\tO\ny\t\n", r"a.conll:2: wanted a word, a tab and a tag"),

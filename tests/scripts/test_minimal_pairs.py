@@ -117,7 +117,10 @@ def test_means_are_over_the_paradigms_of_a_phenomenon() -> None:
     assert found["mean"] == pytest.approx((1 + 0.25 + 0.5) / 3)
 
 
-@pytest.mark.parametrize("header", ["good\tbad", "sentence_good\tsentence_bad", "Good\tBad"])
+@pytest.mark.parametrize(
+    "header",
+    ["good\tbad", "sentence_good\tsentence_bad", "Good\tBad", "grammatical\tungrammatical"],
+)
 def test_a_header_is_no_pair_but_a_later_line_like_it_is(tmp_path: Path, header: str) -> None:
     path = tmp_path / "a.tsv"
     path.write_text(f"{header}\nIt rains .\tIt rain .\ngood\tbad\n")
@@ -134,10 +137,12 @@ def test_a_name_that_is_null_is_as_one_that_is_not_there(tmp_path: Path) -> None
 
 
 def test_a_folder_may_hold_folders_of_pairs(tmp_path: Path) -> None:
-    for name in ("b/blimp/one.tsv", "a.tsv", "b/.hidden.tsv", "b/notes.md"):
+    for name in ("b/blimp/one.tsv", "a.tsv", "b/.hidden.tsv", "b/.old/two.tsv", "b/notes.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write_tsv(tmp_path / name, PAIRS[:1])
     assert [pair.UID for pair in read_pairs([str(tmp_path)])] == ["a", "one"]
+    twice = [str(tmp_path / "b"), str(tmp_path), str(tmp_path / "b/../a.tsv")]
+    assert [pair.UID for pair in read_pairs(twice)] == ["one", "a"]
 
 
 def test_a_limit_below_1_is_refused(tmp_path: Path) -> None:

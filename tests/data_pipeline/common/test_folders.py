@@ -5,7 +5,40 @@ import os
 import shutil
 from pathlib import Path
 
-from data_pipeline.common.folders import lock_folder, remove_entries, size_of, write_file
+import pytest
+
+from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import (
+    check_writable,
+    lock_folder,
+    remove_entries,
+    size_of,
+    write_file,
+)
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "a"
+    write_file(path, b"old")
+
+    def fail(source, target) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_long_work_cannot_write_is_known_before_it(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new/a")
+    assert not list((tmp_path / "new").iterdir())
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is no regular file"):
+        check_writable(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(OSError):
+        check_writable(tmp_path / "file/a")
 
 
 def test_an_array_shares_its_lock_on_a_file_system_that_locks_bytes(
