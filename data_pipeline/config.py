@@ -436,7 +436,7 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
             near = [RENAMED[name]] if RENAMED.get(name) in known else near
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(names)}"
-            raise UserError(f"{origin}: unknown key {prefix}{name}; {hint}")
+            raise UserError(f"{origin}: unknown key {prefix}{str(name):.60}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]
         if get_origin(section) is list and given[name] is not None:
             (item,) = get_args(section)

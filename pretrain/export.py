@@ -67,7 +67,7 @@ def export(
     stage = out_dir / STAGE if out_dir.is_dir() else out_dir.with_name(out_dir.name + STAGE)
     with atomic_folder(stage) as folder:
         for name in TOKENIZER_FILES:
-            shutil.copy(vocab_dir / name, folder / name)
+            shutil.copyfile(vocab_dir / name, folder / name)  # which may be read-only
         settings = read_json(folder / "tokenizer_config.json", dict, "put a sound copy back")
         settings["model_max_length"] = model.config.max_position_embeddings
         if model.config.type_vocab_size == 1:  # a second segment would have a type of its own

@@ -21,6 +21,7 @@ PLATEAU = 0.1  # nats below the unigram entropy; a model that uses context gets 
 EXPLODING = 10  # x the usual gradient norm, or MLM loss of one step
 SPIKE, SPIKE_STEPS = 1.0, 10  # nats above the usual MLM loss, in each of as many steps in a row
 DIVERGED = 2  # x the loss of guessing each token alike, which no model is worse than by design
+FEWEST_PAIRS = 100  # of a log line, to judge their accuracy by
 MUCH_WAITING, MUCH_UNKNOWN = 0.05, 0.05  # warn above: share of time, share of tokens
 
 
@@ -165,8 +166,9 @@ class Monitor:
             line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
             beside = f"unigram entropy of the training text {self.entropy:.3f}"
             self.warn("plateau", f"{line} ({beside})")
-        two_sigma = 1 / math.sqrt(max(pairs, 1))  # of the accuracy of a fair coin
-        if self.is_reached(self.late_for_pairs, done) and pairs and right < 0.5 + two_sigma:
+        # of the accuracy of a fair coin; few pairs cannot tell it from another
+        two_sigma = 1 / math.sqrt(pairs) if pairs >= FEWEST_PAIRS else -math.inf
+        if self.is_reached(self.late_for_pairs, done) and right < 0.5 + two_sigma:
             beside = f"is {right:.3f}, that of guessing"
             self.warn("nsp", f"after {done:,} steps the accuracy on pairs {beside}")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}

@@ -40,6 +40,7 @@ from pretrain.tracking import read_metrics
 RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "export", "vocab")
 RUN_FILES += ("metrics.jsonl.damaged", "ranks", "checkpoints")
 held: list[TextIO] = []  # the lock of the run that this process trains
+HOLDER = b"process "  # what the lock begins with
 POLL = 0.5  # seconds between two looks at a run that is stopping
 
 
@@ -70,6 +71,13 @@ def take_lock(run_dir: Path) -> TextIO:
             not (run_dir / name).exists(),
             f"run_dir {run_dir} holds {what}; choose another run_dir",
         )
+    path = run_dir / "lock"
+    first = path.read_bytes()[: len(HOLDER)] if path.is_file() else b""
+    check(
+        first in (b"", HOLDER),
+        f"{run_dir} holds lock, which bert-pretrain did not write and would replace; "
+        f"choose another run_dir, or move {path} away",
+    )
     claim_folder(run_dir, RUN_FILES, "run_dir", is_run)
     lock, waits = open_lock(run_dir), False
     while True:
@@ -89,7 +97,7 @@ def take_lock(run_dir: Path) -> TextIO:
             break
     held[:] = [lock]
     lock.truncate(0)
-    print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+    print(f"{HOLDER.decode()}{os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
     for path in run_dir.glob("ranks/rank-?????"):  # of a start that was killed
         path.unlink(missing_ok=True)
     return lock

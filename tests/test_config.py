@@ -81,6 +81,7 @@ def test_a_value_of_another_type_is_blamed_on_where_it_stands(tmp_path: Path) ->
     "text, override, message",
     [
         (MINIMAL + "sead: 1", None, r"c\.yaml: unknown key sead; did you mean seed\?"),
+        (MINIMAL + "a" * 999 + ": 1", None, r"c\.yaml: unknown key a{60}; "),
         (MINIMAL + "vocab: {sise: 9}", None, r"c\.yaml: unknown key vocab\.sise; .*vocab\.size\?"),
         (
             "corpus: {dataset: {pth: x}}",
@@ -231,6 +232,7 @@ VALUES = st.text("[]{}:,'\"$?!&*#%@`|>- \n\tab1.é", max_size=8) | st.integers(0
 @given(st.builds("{}={}".format, KEYS, VALUES) | st.text(max_size=12))
 @example("seed=[")
 @example("a..b=1")
+@example("vocab={}")
 def test_any_override_is_taken_or_refused(tmp_path_factory, override: str):
     try:
         config = load(tmp_path_factory.getbasetemp(), MINIMAL, override)
@@ -238,7 +240,8 @@ def test_any_override_is_taken_or_refused(tmp_path_factory, override: str):
         assert not re.fullmatch(r"seed=\d+", override)
     else:
         key, value = override.split("=", 1)
-        assert key.strip() in ("seed", "vocab.size", "corpus.files", "corpus.dataset")
+        known = ("seed", "vocab.size", "corpus.files", "corpus.dataset")
+        assert key.strip() in known or (key, yaml.safe_load(value)) == ("vocab", {})
         assert key != "seed" or config.seed == int(yaml.safe_load(value))
 
 

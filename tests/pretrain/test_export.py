@@ -433,6 +433,14 @@ def test_the_gate_stops_a_model_with_fewer_rows_than_the_tokenizer_has_ids(
 # ------------------------------------------------------------------------------ by itself
 
 
+def test_the_export_of_what_may_only_be_read_may_be_written(model, prepared, tmp_path) -> None:
+    shutil.copytree(prepared / "data/vocab", tmp_path / "data/vocab")
+    for path in (tmp_path / "data/vocab").iterdir():
+        path.chmod(0o444)
+    write(model, tmp_path, tmp_path / "out", "# A card\n")
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "out").iterdir())
+
+
 def test_a_run_folder_is_exported_from_its_newest_checkpoint(
     run_dir, tmp_path, monkeypatch, capsys
 ) -> None:

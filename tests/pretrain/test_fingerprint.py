@@ -295,7 +295,7 @@ def test_a_run_keeps_its_vocabulary_and_fingerprint(prepared: Path, tmp_path: Pa
     assert said == read_state(newest_checkpoint(tmp_path / "run/checkpoints"))["fingerprint"]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints", "vocab"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints", "vocab", "lock"])
 def test_a_folder_with_files_of_the_users_is_no_run_folder(
     prepared: Path, tmp_path: Path, name: str
 ) -> None:

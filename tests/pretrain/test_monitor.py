@@ -463,6 +463,14 @@ def test_a_run_without_pairs_is_told_nothing_of_pairs() -> None:
     assert not said
 
 
+def test_few_pairs_are_no_evidence_of_guessing() -> None:
+    for pairs, warnings in ((99, 0), (100, 1)):
+        monitor, said = build()
+        for done in range(10, 1001, 10):
+            monitor.check_health(done, SOUND | {"train/nsp_accuracy": 0.51}, pairs)
+        assert len(said) == warnings
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
