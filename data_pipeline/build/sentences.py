@@ -15,7 +15,10 @@ SPACE = re.compile(r"(?<!\s)\s++(?=\.)")
 STOP = re.compile(r"[。！？｡][”’」』]*")  # the end of a sentence in Chinese or Japanese
 # what goes on with a sentence after "approx.", but not after such a stop
 AFTER_STOP = re.compile(f"({STOP.pattern})[0-9a-z]")
-LONG = 4096  # characters after which a paragraph is cut at the next such stop
+LONG = 4096  # characters after which a paragraph is cut at the next stop of any script
+ANY_STOP = re.compile(rf"""{STOP.pattern}|[.!?؟۔।॥።][”’»)\]"']*+\s++(?=\S)""")
+HIDING = 512  # characters of a sentence whose quotes and brackets may hide the ends of others
+NO_MARKS = str.maketrans(dict.fromkeys("\"'`“”„‘’«»‹›「」『』()[]{}<>", " "))
 
 
 def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[str], list[str]]:
@@ -30,14 +33,18 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
         return load_plug_in("corpus.sentence_splitter", plug_in, find_fault)
     import sentencex
 
+    def segment(text: str) -> list[str]:
+        wide = not text.isascii()
+        if wide and any(part[-1:] > "\x7f" and part[-1:].isspace() for part in text.split(".")):
+            text = SPACE.sub(lambda found: " " * len(found[0]), text)
+        return sentencex.segment(language, text)
+
     def split(paragraph: str) -> list[str]:
-        if paragraph.isascii():
+        if paragraph.isascii() and len(paragraph) <= HIDING:
             return join_fragments(sentencex.segment(language, paragraph))
-        plain = AFTER_STOP.sub(r"\1A", paragraph)
-        if any(part[-1:] > "\x7f" and part[-1:].isspace() for part in plain.split(".")):
-            plain = SPACE.sub(lambda found: " " * len(found[0]), plain)
-        parts = (sentencex.segment(language, part) for part in cut_at_stops(plain))
-        ends = accumulate(map(len, chain.from_iterable(parts)), initial=0)
+        parts = chain.from_iterable(map(segment, cut_at_stops(AFTER_STOP.sub(r"\1A", paragraph))))
+        plain = (segment(p.translate(NO_MARKS)) if len(p) > HIDING else [p] for p in parts)
+        ends = accumulate(map(len, chain.from_iterable(plain)), initial=0)
         return join_fragments([paragraph[a:b] for a, b in pairwise(ends)])
 
     return split
@@ -47,10 +54,10 @@ def cut_at_stops(paragraph: str) -> Iterator[str]:
     """Yield a paragraph in parts of `LONG` characters and the rest of a sentence.
 
     The time that sentencex 1.0.32 takes grows with the square of the number of stops: for a book in
-    one line it would be hours. And a quote that is never closed hides no stop beyond its part.
+    one line it would be hours.
     """
     start = 0
-    while found := STOP.search(paragraph, start + LONG):
+    while found := ANY_STOP.search(paragraph, start + LONG):
         yield paragraph[start : found.end()]
         start = found.end()
     yield paragraph[start:]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_pipeline.build.sentences import (
+    HIDING,
     LONG,
     MAX_CHARACTERS,
     sentence_splitter,
@@ -42,9 +43,13 @@ def without_space(text: str) -> str:
 
 
 @FEW
-@given(st.lists(TEXT | PROSE, max_size=5), st.sampled_from(["en", "zh", "de"]))
-def test_no_text_is_lost_between_sentences(paragraphs: list[str], language: str):
-    document = "\n".join(paragraphs)
+@given(
+    st.lists(TEXT | PROSE, max_size=5),
+    st.sampled_from(["en", "zh", "de"]),
+    st.sampled_from([1, 1, 1, 100]),
+)
+def test_no_text_is_lost_between_sentences(paragraphs: list[str], language: str, times: int):
+    document = "\n".join(paragraph * times for paragraph in paragraphs)
     sentences = list(split_sentences(document, sentence_splitter(language)))
     assert without_space("".join(sentences)) == without_space(document)
     for sentence in sentences:
@@ -91,21 +96,44 @@ def test_a_wide_full_stop_ends_a_sentence_whatever_comes_after_it(stop: str, aft
     assert split(quotation) == [quotation]
 
 
-def test_a_book_in_one_line_is_split_in_parts_and_a_quote_left_open_reaches_no_further(
-    monkeypatch,
-) -> None:
+@pytest.mark.parametrize(
+    ("language", "sentence"),
+    [
+        ("zh", "第{}天他们去了山上看花，然后回家。"),
+        ("en", "On day {} they climbed the hills to see flowers. "),
+        ("hi", "दिन {} वे पहाड़ पर फूल देखने गए। "),
+    ],
+)
+def test_a_book_in_one_line_is_split_in_parts(language: str, sentence: str, monkeypatch):
     """Given as a whole, it would take time that grows with the square of its length."""
     given, segment = [], sentencex.segment
     monkeypatch.setattr(
         sentencex, "segment", lambda language, text: given.append(text) or segment(language, text)
     )
-    told = [f"第{i}天他们去了山上看花，然后回家。" for i in range(2000)]
-    book = "".join(told)
-    assert sentence_splitter("zh")(book) == told
-    assert "".join(given) == book and max(map(len, given)) < LONG + 100
-    opened = '他说："好。' + book
-    found = sentence_splitter("zh")(opened)
-    assert "".join(found) == opened and found[-1500:] == told[-1500:]
+    told = list(map(sentence.format, range(2000)))
+    assert sentence_splitter(language)("".join(told)) == told
+    assert "".join(given) == "".join(told) and max(map(len, given)) < LONG + 100
+
+
+@pytest.mark.parametrize(
+    ("language", "first", "sentence", "last"),
+    [
+        ("zh", '他说："好。', "他们去了山上看花，然后回家。", '他说："好。'),
+        ("en", "In the '90s it ran. ", "Rain fell all day. ", "The dogs' bowl is empty. "),
+        ("en", "See a) or b). ", "Rain fell all day. ", "He (they say went. "),
+        ("en", "He (they say went. ", "Rain fell all day. ", "See a) or b). "),
+    ],
+)
+@pytest.mark.parametrize("n", [30, 3000])
+def test_a_quote_or_bracket_without_its_partner_hides_no_sentences(
+    language: str, first: str, sentence: str, last: str, n: int
+):
+    """sentencex pairs it with the next one, however far away."""
+    told = [first, *[sentence] * n, last, *[sentence] * n]
+    found = sentence_splitter(language)("".join(told))
+    assert "".join(found) == "".join(told)
+    assert found.count(sentence) > 2 * n - 2 * HIDING / len(sentence)
+    assert max(map(len, found)) <= HIDING
 
 
 @pytest.mark.parametrize(
