@@ -116,6 +116,8 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path: Path, text, override
         (MINIMAL + "a: !!python/object/apply:os.getcwd []", r"c\.yaml is not a readable YAML"),
         ("corpus: {files: a, language: no}", r"language is 'False'; give an ISO 639 code"),
         ("corpus: {files: a, language: German}", r"language is 'German'; give an ISO 639 code"),
+        ("corpus: {files: a, language: jp}", r"language is 'jp', which no language has"),
+        ("corpus: {files: a, language: cn-TW}", r"language is 'cn-TW', which no language has"),
         ("- a\n- b", r"c\.yaml is not a mapping"),
         ("3", r"c\.yaml is not a "),
         ("", r"c\.yaml: corpus needs exactly one of builtin, files and dataset"),
