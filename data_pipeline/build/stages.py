@@ -43,7 +43,7 @@ from data_pipeline.corpus.selection import (
     order_of_keeping,
     select,
 )
-from data_pipeline.corpus.sources import list_file_chunks, name_source
+from data_pipeline.corpus.sources import list_file_chunks, name_source, sample_hash
 from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from data_pipeline.vocabulary.coverage import measure_accents, print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import (
@@ -146,6 +146,7 @@ def plan_reading(work: Work) -> Plan:
 def write_vocab(work: Work) -> None:
     """Check that the corpus holds text, train the vocabulary on its training words, and write and
     print how it fits held-out ones."""
+    check_unchanged(work.chunks)
     check_corpus(work.stats, work.config, work.groups)
     whole = work.whole is not None
     counts, unseen = (merge_counts(work.scans, split, whole) for split in ("train", "held_out"))
@@ -171,6 +172,17 @@ def write_vocab(work: Work) -> None:
             told = CHINESE.format(source.language)
             print(red(f"warning: {name_source(source)}: {told}"))
     print_report(report)
+
+
+def check_unchanged(chunks: list[FileChunk]) -> None:
+    """Raise `UserError` if a file of the corpus is no longer the one that preparation began with:
+    its parts would be of different texts, and no later start would know it."""
+    for path, version in {chunk.path: chunk.version for chunk in chunks if chunk.version}.items():
+        if not os.path.isfile(path) or sample_hash(path) != version:
+            raise UserError(
+                f"corpus file {path} changed while the corpus was read; leave its files as they "
+                "are until it has been, and start again"
+            )
 
 
 def sample_source(work: Work, i: int, characters: int) -> Iterator[str]:

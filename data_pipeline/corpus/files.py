@@ -84,11 +84,14 @@ def compression(path: str) -> str:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a file without decompressing it; raises `UserError` if permission is denied."""
+    """Open a file without decompressing it; raises `UserError` if permission is denied, or if it
+    has been there and is no longer."""
     try:
         return open(path, "rb")
     except PermissionError:
         raise UserError(f"corpus file {path}: permission denied; check its permissions") from None
+    except FileNotFoundError:
+        raise UserError(f"corpus file {path} is gone; put it back, and start again") from None
 
 
 def open_bytes(path: str) -> BinaryIO:

@@ -22,6 +22,12 @@ from data_pipeline.corpus.readers import BLANK_LINES, READERS, FileChunk, clean_
 
 CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
+# what preparation and training write in a folder that has their marker
+is_our_name = re.compile(
+    r"work|vocab|store|(report|probes|checked)\.\w+|lock|wandb(_id\.txt)?|config\.yaml|export|"
+    r"fingerprint\.json|metrics\.jsonl.*|ranks|checkpoints|before-\d+|" + re.escape(MARKER)
+).fullmatch
+SEARCHED_BYTES = 64 << 20  # of all files, in which a blank line tells how they are laid out
 
 
 def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
@@ -76,10 +82,12 @@ def list_files(patterns: list[str]) -> list[str]:
     for pattern in map(os.path.expanduser, patterns):
         found = sorted(glob(pattern, recursive=True))
         made = set(filter(is_made, set(map(os.path.dirname, found))))
-        found = [path for path in found if os.path.dirname(path) not in made]
+        found = [path for path in found if not (os.path.dirname(path) in made or is_ours(path))]
         for path in found:
             if os.path.islink(path) and not os.path.exists(path):
-                raise UserError(f"corpus file {path} is a link to nothing; mend or remove it")
+                raise UserError(
+                    f"corpus file {path} is a link to nothing, or to itself; mend or remove it"
+                )
         found = list(filter(os.path.isfile, found))
         if os.path.isfile(pattern):
             found = [pattern]
@@ -101,11 +109,14 @@ def list_files(patterns: list[str]) -> list[str]:
 def is_made(folder: str) -> bool:
     """Tell whether preparation or training has made a folder: `**/*.txt` would else take in the
     vocabulary of the run before."""
-    path = Path(folder).absolute()
-    return any(
-        one.name in ("vocab", "work", "export") and (one.parent / MARKER).exists()
-        for one in (path, *path.parents)
-    )
+    path = os.path.abspath(folder)
+    return is_ours(path) or path != os.path.dirname(path) and is_made(os.path.dirname(path))
+
+
+def is_ours(path: str) -> bool:
+    """Tell whether preparation or training has made a file or a folder in one that it marked."""
+    folder, name = os.path.split(path)
+    return bool(is_our_name(name)) and os.path.exists(os.path.join(folder, MARKER))
 
 
 def sample_hash(path: str) -> str:
@@ -145,17 +156,37 @@ def layout_by_name(path: str) -> str | None:
 
 
 def detect_layout(paths: list[str], encoding: str) -> str:
-    """Detect how text files are divided into documents, from the first MB of each.
+    """Detect how text files are divided into documents, from the first 64 MB of all of them, and at
+    least the first MB of each.
 
     Returns `blank_line` if any of them has a blank line, else `file` for several files and `line`
     for a single one.
     """
+    left = SEARCHED_BYTES
     for path in paths:
-        with open_bytes(path) as file:
-            head = read(file, BLOCK_BYTES, path).decode(encoding, "replace")
-        if BLANK_LINES.search(clean_text(head.removeprefix("\ufeff")).strip()):
+        read_bytes, found = find_blank_line(path, encoding, max(left, BLOCK_BYTES))
+        if found:
             return "blank_line"
+        left -= read_bytes
     return "file" if len(paths) > 1 else "line"
+
+
+def find_blank_line(path: str, encoding: str, most: int) -> tuple[int, bool]:
+    """Look for a blank line between others in the first bytes of a file, `most` of them.
+
+    Returns the number of bytes that were read, and whether there is one.
+    """
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    size, rest = 0, ""
+    with open_bytes(path) as file:
+        while size < most and (block := read(file, min(BLOCK_BYTES, most - size), path)):
+            size += len(block)
+            text = (rest + clean_text(decoder.decode(block))).removeprefix("\ufeff").lstrip()
+            lines = text.rstrip()
+            if BLANK_LINES.search(lines):
+                return size, True
+            rest = lines[-1:] + text[len(lines) :]  # white space may go on
+    return size, False
 
 
 def cut_file(

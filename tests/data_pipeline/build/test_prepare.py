@@ -17,6 +17,8 @@ import pytest
 from helpers import ROOT, contents
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from data_pipeline.build import stages
+from data_pipeline.build.encode import scan_group
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.build.workers import Task, run_tasks
@@ -338,6 +340,29 @@ def test_a_changed_file_is_noticed(files: list[str], tmp_path: Path):
     changed.write_bytes(Path(files[0]).read_bytes().replace(b"e", b"a", 1))
     with pytest.raises(UserError, match="built from another corpus"):
         prepare(config_of([*files[1:], str(changed)], tmp_path / "data"), workers=1)
+
+
+def test_a_file_that_changes_while_it_is_read_ends_preparation(
+    files: list[str], tmp_path: Path, monkeypatch
+):
+    changed = tmp_path / "changed.txt"
+    changed.write_bytes(Path(files[0]).read_bytes())
+    config = config_of([*files[1:], str(changed)], tmp_path / "data")
+
+    def scan_and_change(*arguments):
+        scan_group(*arguments)
+        changed.write_bytes(changed.read_bytes() + b"More came.\n")
+
+    monkeypatch.setattr(stages, "scan_group", scan_and_change)
+    with pytest.raises(UserError, match=r"changed\.txt changed while the corpus was read"):
+        prepare(config, workers=1)
+    monkeypatch.setattr(stages, "scan_group", lambda *given: (changed.unlink(), scan_group(*given)))
+    with pytest.raises(UserError, match=r"changed\.txt is gone; put it back"):
+        prepare(config_of([str(changed)], tmp_path / "data"), workers=1)
+    monkeypatch.undo()
+    changed.write_bytes(Path(files[0]).read_bytes())
+    prepare(config, workers=1)
+    assert (tmp_path / "data/store/manifest.json").exists()
 
 
 # ---------------------------------------------------------------------------------- mistakes

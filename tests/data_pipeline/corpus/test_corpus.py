@@ -20,11 +20,14 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.build.prepare import DATA_FILES
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import MARKER
 from data_pipeline.config import CorpusConfig, DatasetConfig, SourceConfig
 from data_pipeline.corpus import readers, sources
 from data_pipeline.corpus.selection import hash_limit, hash_text
+from data_pipeline.corpus.sources import is_ours
+from pretrain.run_folder import RUN_FILES
 
 FEW = settings(max_examples=150)
 TEXT = "First paragraph.\nSecond, with é and 中文.\n\nAnother document.\n \t\nA third 🐎.\n"
@@ -137,6 +140,34 @@ def test_a_line_is_blank_for_the_layout_where_it_is_for_the_reader(tmp_path: Pat
     assert read(file) == ["one", "two"]
 
 
+def test_a_blank_line_is_found_far_into_the_first_files(tmp_path: Path):
+    """Corpora begin with a table of contents, or with a long article."""
+    long = "a line of text\n" * 150_000  # 2.2 MB
+    first = write(tmp_path / "a.txt", f"{long}\n{long}")
+    assert len(read(first)) == 2
+    second = write(tmp_path / "b.txt", long)
+    assert len(read(second, first)) == 3
+    at_ends = write(tmp_path / "c.txt", f"{long}\n\n\n")
+    assert len(read(at_ends)) == 150_000
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("blank", ["\n\n", "\r\n\r\n", "\r\r", "\n\u3000\n"])
+def test_a_blank_line_between_two_blocks_is_found(tmp_path: Path, blank, size, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", size)
+    assert len(read(write(tmp_path / "a.txt", f"一{blank}b\n"))) == 2
+    assert len(read(write(tmp_path / "b.txt", f"{blank}一\nb{blank}"))) == 2  # a line each
+
+
+def test_a_blank_line_beyond_the_bytes_that_are_searched_is_not_sought(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(sources, "SEARCHED_BYTES", 16)
+    late = write(tmp_path / "a.txt", "one line\nand another\n\nend\n")
+    soon = write(tmp_path / "b.txt", "a\n\nb")
+    assert [d.split() for d in read(late)] == [["one", "line"], ["and", "another"], ["end"]]
+    assert len(read(late, soon)) == 4  # of each file the first block at least
+
+
 def test_suffixes_in_capitals_say_what_small_ones_do(tmp_path: Path):
     (one,) = read(write(tmp_path / "A.JSONL", '{"text": "a text"}\n'))
     (other,) = read(write(tmp_path / "B.CSV", "text,n\nanother,1\n"))
@@ -215,24 +246,35 @@ def test_files_come_in_the_order_given_and_each_once(tmp_path: Path):
 
 
 def test_a_glob_takes_in_nothing_that_preparation_has_written(tmp_path: Path):
-    for name in ("vocab/vocab.txt", "work/abc/words.txt", "a.txt", "work.txt"):
+    ours = ["vocab/vocab.txt", "work/abc/words.txt", "metrics.jsonl", "lock", "before-1/export/a"]
+    for name in (*ours, "a.txt", "work.txt", "texts/lock"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         write(tmp_path / "data" / name, f"{name}\n")
     (tmp_path / "other/vocab").mkdir(parents=True)
     write(tmp_path / "other/vocab/b.txt", "of the user\n")
-    ours = ["vocab/vocab.txt", "work/abc/words.txt"]
-    theirs = ["a.txt", "of the user", "work.txt"]
-    assert sorted(read(tmp_path / "**/*.txt", layout="line")) == sorted(ours + theirs)
+    theirs = ["a.txt", "of the user", "texts/lock", "work.txt"]
+    assert sorted(read(tmp_path / "**/*", layout="line")) == sorted(ours + theirs)
     (tmp_path / "data" / MARKER).touch()
-    assert sorted(read(tmp_path / "**/*.txt", layout="line")) == theirs
+    assert sorted(read(tmp_path / "**/*", layout="line")) == theirs
     named = read(tmp_path / "data/vocab/vocab.txt", layout="line")
     assert named == ["vocab/vocab.txt"]
+
+
+def test_every_name_that_is_written_in_a_marked_folder_is_known(tmp_path: Path):
+    (tmp_path / MARKER).touch()
+    for name in (*DATA_FILES, *RUN_FILES, "wandb_id.txt", "lock", MARKER):
+        assert is_ours(str(tmp_path / name)), name
+        assert not is_ours(str(tmp_path / "texts" / name)), name
 
 
 def test_a_link_to_nothing_is_named(tmp_path: Path):
     write(tmp_path / "a.txt", "a\n")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match="b.txt is a link to nothing"):
+        read(tmp_path / "*.txt")
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "b.txt").symlink_to(tmp_path / "b.txt")
+    with pytest.raises(UserError, match="b.txt is a link to nothing, or to itself"):
         read(tmp_path / "*.txt")
 
 
