@@ -20,7 +20,7 @@ from data_pipeline.common.system import progress_bar
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus.readers import FileChunk, left_out
 from data_pipeline.corpus.sources import name_source
-from data_pipeline.sampling.manifest import SCHEMA, held_out_shortfall
+from data_pipeline.sampling.manifest import SCHEMA, held_out_shortfall, lack_of_sentences
 from data_pipeline.sampling.soundness import SPLITS, hash_manifest
 from data_pipeline.sampling.token_store import ARRAYS, count_parts, find_run_edges, load_array
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
@@ -183,7 +183,9 @@ def print_store(manifest: dict) -> None:
         )
 
 
-def warn_held_out(manifest: dict) -> None:
-    """Print a warning in red if the held-out split is too small for its losses to be trusted."""
-    if shortfall := held_out_shortfall(manifest):
-        print(red(f"warning: {shortfall}"))
+def warn_store(manifest: dict, objective: str) -> None:
+    """Print a warning in red if documents have too few sentences for pairs, and one if the held-out
+    split is too small for its losses to be trusted."""
+    for fault in (lack_of_sentences(manifest, objective), held_out_shortfall(manifest)):
+        if fault:
+            print(red(f"warning: {fault}"))

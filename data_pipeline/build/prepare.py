@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.build.assemble import warn_held_out
+from data_pipeline.build.assemble import warn_store
 from data_pipeline.build.identity import key_of_schema_1, list_differences
 from data_pipeline.build.sentences import sentence_splitter
 from data_pipeline.build.stages import STAGES, Plan, Stage, Work, encode_probes, is_work
@@ -70,7 +70,7 @@ def prepare(
             TokenStore.open(store_dir, split, vocabulary)
         remove_entries(work.folder, is_work)  # a killed command may have left some
         print(f"store: {store_dir} is there already")
-        warn_held_out(read_manifest(store_dir))
+        warn_store(read_manifest(store_dir), config.data.objective)
         encode_probes(work)
         return
     for source in config.corpus.each_source():  # fail early if a plug-in cannot be imported

@@ -24,7 +24,7 @@ from data_pipeline.build.assemble import (
     assemble_store,
     describe_sources,
     print_store,
-    warn_held_out,
+    warn_store,
 )
 from data_pipeline.build.encode import encode_scan, merge_counts, scan_group
 from data_pipeline.build.identity import settings_key, store_settings
@@ -252,7 +252,7 @@ def write_store(work: Work) -> None:
     )
     remove_entries(work.folder, is_work)
     print_store(manifest)
-    warn_held_out(manifest)
+    warn_store(manifest, work.config.data.objective)
     encode_probes(work)
 
 

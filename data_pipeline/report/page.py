@@ -21,7 +21,11 @@ from data_pipeline.config import DataConfig, load_config
 from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store
 from data_pipeline.report.checks import check_held_out, check_results, percent, pieces_name
-from data_pipeline.sampling.manifest import held_out_shortfall, list_other_settings
+from data_pipeline.sampling.manifest import (
+    held_out_shortfall,
+    lack_of_sentences,
+    list_other_settings,
+)
 from data_pipeline.sampling.pairs import LABELS, NO_PAIR
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
@@ -47,6 +51,8 @@ def list_warnings(result: dict) -> list[str]:
         )
     if shortfall := held_out_shortfall(store):
         warnings.append(shortfall)
+    if few := lack_of_sentences(store, result["settings"]["objective"]):
+        warnings.append(few)
     if (documents := store["train"]["documents"]) < FEW_DOCUMENTS:
         warnings.append(
             f"only {documents:,} documents are trained on, so the text is about few things, and "

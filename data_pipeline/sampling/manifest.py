@@ -9,6 +9,7 @@ from data_pipeline.common.reading import COUNT, SHA256, check_shape, read_json
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
 
 SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and can still be read
+FEW_SENTENCES = 1.5  # of a document: with fewer, half of the documents or more have a single one
 SIZES = {"tokens": COUNT, "sentences": COUNT, "documents": COUNT}
 OF_SOURCE = re.compile(r"corpus\.sources\[(\d+)\]\.(\w+)")  # a setting of a source
 HASHES = {str: SHA256}
@@ -72,6 +73,19 @@ def held_out_shortfall(manifest: dict) -> str | None:
         f"{found}; losses on held-out text need {HELD_OUT_DOCUMENTS} documents and "
         f"{HELD_OUT_TOKENS:,} tokens to be trusted; "
         + (advice if fraction else "raise corpus.held_out_fraction, to 0.01 for example")
+    )
+
+
+def lack_of_sentences(manifest: dict, objective: str) -> str | None:
+    """Describe why pairs of sentences say little here; None if documents have several sentences, or
+    no pairs are made of them."""
+    documents, sentences = (manifest["train"][name] for name in ("documents", "sentences"))
+    if objective == "none" or sentences >= FEW_SENTENCES * documents:
+        return None
+    return (
+        f"a document has {sentences / documents:.1f} sentences, so most pairs (data.objective "
+        f"{objective}) are two parts of one sentence; put blank lines between documents if "
+        "lines belong together, or set data.objective=none"
     )
 
 

@@ -417,6 +417,18 @@ def test_preparation_ends_with_the_warning_each_time(texts, tmp_path: Path, caps
         assert WARNING.fullmatch(capsys.readouterr().out.splitlines()[-1])
 
 
+def test_pairs_of_documents_of_one_sentence_are_warned_of(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"Line {i} says a word.\n" for i in range(300)))
+    config = config_of(str(tmp_path / "a.txt"), tmp_path / "data", layout="line")
+    config.data.objective = "nsp"
+    prepare(config, workers=1)
+    told = "a document has 1.0 sentences, so most pairs (data.objective nsp) are two parts of one"
+    assert f"warning: {told}" in capsys.readouterr().out
+    config.data.objective = "none"
+    prepare(config, workers=1)
+    assert "sentences, so" not in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def small(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The prepared corpus with a config of its own, in a folder that may be written to."""
