@@ -16,7 +16,8 @@ from data_pipeline.sampling.batches import Batch
 # dense bf16 FLOP/s, from NVIDIA's data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12}
 PEAK_FLOPS |= {"L40S": 362e12, "L4": 121e12}
-PEAK_FLOPS_OF_CARDS = {("H100", "PCIe"): 756e12, ("H100", "NVL"): 835e12}  # slower than SXM
+PEAK_FLOPS_OF_CARDS = {("H100", "PCIe"): 756e12}  # slower than SXM, as all these
+PEAK_FLOPS_OF_CARDS |= dict.fromkeys((("H100", "NVL"), ("H200", "NVL")), 835e12)
 
 
 def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]:

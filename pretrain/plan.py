@@ -30,7 +30,7 @@ from pretrain.loss import CHUNK
 from pretrain.metrics import PEAK_FLOPS
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.build import count_weights
-from pretrain.models.cpu import TOKEN_MULTIPLE
+from pretrain.models.cpu import TOKEN_MULTIPLE, fill_rows
 from pretrain.optim import build_optimizers
 from pretrain.processes import build_accelerator, is_compiled, matrix_dtype
 from pretrain.run_setup import build_model, build_sources, fingerprint_run, open_token_store
@@ -202,7 +202,7 @@ def measure_activations(
         batch = source.batch(0, count).to(accelerator.device)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None), accelerator.autocast():
             rows = model(batch)
-        filled = -(-len(batch.input_ids) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+        filled = len(fill_rows(batch.input_ids, TOKEN_MULTIPLE))
         points.append((filled, sum(size for _, size in kept.values())))
         del rows
     (x, low), (y, high) = points

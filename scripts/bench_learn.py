@@ -40,7 +40,7 @@ from pretrain.train import train
 PEER_BATCH_SIZE, PEER_RATE = 32, 1e-3
 PEER_SHARE = 0.15  # of tokens masked, by its collator and in the evaluation of both
 PEER_EXAMPLES = 40_000  # more than it sees in 20 minutes
-TRIAL_STEPS = 20  # of ours, to find how many steps fit into the time
+TRIAL_STEPS = 100  # of ours, to find how many steps fit into the time
 
 
 def measure_learning(config: DataConfig, path: str, minutes: float) -> None:

@@ -52,6 +52,7 @@ TARGETS = {  # size -> (against the common setup, against the tuned one)
     "mini": ("ratio >= 6.5", "ratio >= 4"),
     "small": ("ratio >= 4.5", "ratio >= 3"),
 }
+STEPS_OF_SAVE = 20  # between two checkpoints of `train_steps`
 POOL = 16  # batches built beforehand; the tuned peer sorts their sequences by length
 Step = Callable[[], int]  # does a training step, returns its real tokens
 
@@ -416,13 +417,13 @@ def speeds(config: Path, model: dict, train: dict, others: dict, processes: int)
 def train_steps(
     data_dir: Path, size: str, length: int, dropout: float = 0.0, steps: int = 120
 ) -> list[dict]:
-    """Train on a GPU, with a checkpoint every 20 steps; returns the logged metrics without the
-    warm-up line."""
+    """Train on a GPU, with a checkpoint every `STEPS_OF_SAVE` steps; returns the logged metrics
+    without the warm-up line."""
     rows = count_rows(size, length, "cuda")
     model = SIZES[size] | {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     train = {"global_batch_size": rows, "micro_batch_size": rows, "max_steps": steps}
-    train |= {"phases": [], "warmup_steps": 10, "log_every": steps // 6, "eval_examples": 64}
-    train |= {"eval_every": 10 * steps, "save_every": steps // 6}
+    train |= {"phases": [], "warmup_steps": 10, "eval_examples": 64}
+    train |= {"eval_every": 10 * steps, "log_every": STEPS_OF_SAVE, "save_every": STEPS_OF_SAVE}
     others = {"data_dir": data_dir, "data.max_seq_length": length}
     others |= {"data.max_predictions_per_seq": "null"}  # as many as a bare step has
     return speeds(ROOT / "configs/bert_base.yaml", model, train, others, 1)

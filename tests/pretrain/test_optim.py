@@ -440,6 +440,7 @@ def test_what_pauses_a_run_is_a_share_of_its_time_and_none_of_its_rates(monkeypa
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
