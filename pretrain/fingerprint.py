@@ -171,11 +171,7 @@ def check_fingerprint(
             advice += ", with train.extend=true"
     moved = not changed and not same_rates(saved, wanted, step)
     if moved and not extend:
-        changed.append(
-            f"train.max_steps was {before:,}, is {after:,}"
-            if before != after
-            else "the steps of its schedule or phases were others"
-        )
+        changed += list_lengths(saved["phases"], wanted["phases"])
         advice += ", or set train.extend=true to go on with the learning rate of the new schedule"
     if changed:
         raise UserError(f"{run_dir} is the run of another config: {'; '.join(changed)}. {advice}")
@@ -213,6 +209,21 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
                 f"phase {i}: it is new, and would have begun at step {phase['start']:,} of the "
                 f"{step:,} that are done"
             )
+
+
+def list_lengths(saved: list[dict], wanted: list[dict]) -> Iterator[str]:
+    """Describe how the lengths of schedules and phases differ."""
+    before, after = saved[-1]["end"], wanted[-1]["end"]
+    if before != after:  # the others may be shares of it
+        yield f"train.max_steps was {before:,}, is {after:,}"
+        return
+    differences = [
+        f"{f'phase {i}: ' if len(saved) > 1 else ''}train.{name} was {old[name]}, is {new[name]}"
+        for i, (old, new) in enumerate(zip(saved, wanted, strict=False))
+        for name in LENGTHS
+        if old[name] != new[name]
+    ]
+    yield from differences or ["the steps of its phases were others"]
 
 
 def rate_at(fingerprint: dict, step: int) -> float:

@@ -24,6 +24,8 @@ MARKS = {  # first bytes of files that users often give as text
     b"\x28\xb5\x2f\xfd": ".zst",
     b"PAR1": ".parquet",
     b"ARROW1": ".arrow",
+    b"PK\x03\x04": "a zip archive",  # Office writes such, too
+    b"%PDF": "a PDF",
 }
 
 

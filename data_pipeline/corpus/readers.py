@@ -132,6 +132,8 @@ def not_text(
         advice += f"set corpus.{looks}"
     elif looks.startswith("."):
         advice += f"give its name the ending {looks}"
+    elif looks.startswith("a "):
+        advice += "give its text in a file of its own"
     elif looks == "UTF-8 with errors":
         advice += "mend the file, or set corpus.errors=replace"
     else:
@@ -228,6 +230,11 @@ def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str | None]:
             if source.on_bad_row == "skip":
                 yield None
                 continue
+            if number == 1 and not chunk.start and re.match(r"\s*\[\s*(\{|$)", line):
+                raise UserError(
+                    f"{chunk.path} is a JSON array; write its items as lines, as in jq -c '.[]' "
+                    f"{chunk.path} > texts.jsonl"
+                ) from None
             after = f" after byte {chunk.start}" if chunk.start else ""
             raise UserError(
                 f"{chunk.path}: JSON line {number}{after} is not an object with a text field "

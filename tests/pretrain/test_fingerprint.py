@@ -316,6 +316,12 @@ def test_a_log_of_the_users_in_the_run_folder_is_no_hindrance(
     assert (tmp_path / "run/slurm-17.out").read_text() == "mine"
 
 
+def test_a_schedule_of_other_steps_is_named_with_both() -> None:
+    saved, wanted = fingerprint("train.warmup_steps=1"), fingerprint("train.warmup_steps=4")
+    with pytest.raises(UserError, match="config: train.warmup_steps was 1, is 4. .*train.extend="):
+        check(saved, wanted, step=6)
+
+
 def test_rates_that_differ_by_half_a_percent_are_others() -> None:
     short, long = fingerprint("train.max_steps=1000"), fingerprint("train.max_steps=1005")
     with pytest.raises(UserError, match="train.max_steps was 1,000, is 1,005"):

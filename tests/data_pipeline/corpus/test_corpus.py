@@ -105,6 +105,13 @@ def test_a_json_line_without_the_text_is_named(tmp_path: Path, lines: list[str],
         read(file)
 
 
+@pytest.mark.parametrize("text", ['[{"text": "a"},\n{"text": "b"}]\n', '[\n{"text": "a"}\n]\n'])
+def test_an_array_of_json_is_told_with_the_way_out(tmp_path: Path, text: str):
+    file = write(tmp_path / "a.json", text)
+    with pytest.raises(UserError, match=r"a\.json is a JSON array; write its items as lines"):
+        read(file)
+
+
 def test_a_json_line_of_a_later_part_is_named_with_its_byte(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK_BYTES", 1)
     file = write(tmp_path / "a.jsonl", '{"text": "a"}\n{"text": "b"}\n{broken\n')

@@ -215,6 +215,11 @@ def test_utf_8_that_is_read_as_another_encoding_is_recognised(tmp_path: Path):
         (bytes(range(256)) * 9, r"byte 128 .* binary data: take it out of corpus\.files"),
         (bytes(1000), "byte 0 .*NUL.* binary data"),
         (b"\x1f\x8b\x08" + bytes(50), r"byte 1 .*its name the ending \.gz"),
+        (
+            b"PK\x03\x04" + bytes(80) + b"\xff",
+            "byte .* looks like a zip archive: give",
+        ),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf", "byte 10 .*looks like a PDF: give its text in a file of its"),
         (b"PAR1\x15\xff", r"byte 5 .*its name the ending \.parquet"),
         (
             (CHINESE * 3).encode() + b"\xff\n" + CHINESE.encode(),
