@@ -369,8 +369,10 @@ def test_checks_are_folded_only_if_all_hold(result) -> None:
 def test_what_is_unusual_comes_first(result) -> None:
     store = result["store"]
 
-    def warned(documents=5000, share=0.01, unknown=0.001, lost=0.0, others=()) -> list[str]:
-        counts = {"documents": documents, "tokens": 10**6, "sentences": 10**5}
+    def warned(
+        documents=5000, share=0.01, unknown=0.001, lost=0.0, others=(), sentences=10**5
+    ) -> list[str]:
+        counts = {"documents": documents, "tokens": 10**6, "sentences": sentences}
         return report.list_warnings(
             {
                 "store": {
@@ -381,6 +383,7 @@ def test_what_is_unusual_comes_first(result) -> None:
                 "vocabulary": {"unknown": unknown},
                 "accents": {"lost": lost, "examples": [("schön", "schon")]},
                 "other_settings": others,
+                "settings": {"objective": "sop"},
             }
         )
 
@@ -391,9 +394,11 @@ def test_what_is_unusual_comes_first(result) -> None:
         {"unknown": 0.03},
         {"lost": 0.04},
         {"others": ["vocab.size was 1, is 2"]},
+        {"sentences": 6000},
     ):
         (line,) = warned(**unusual)
         found = "300 documents|40% of all|3.00 % of the tokens|schön becomes schon|was 1, is 2"
+        found += "|1.2 sentences, so most pairs"
         assert re.search(found, line)
 
     page = Page(report.render_page(result)).text
