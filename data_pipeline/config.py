@@ -32,12 +32,13 @@ MOST_ITEMS = 20_000  # of a YAML file: the parser of 40,000 lists in each other 
 PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
 HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
 WITHOUT_ACCENTS = {"en", "zh"}  # languages that lose next to nothing with their accents
+# the codes of two letters of ISO 639
 TWO_LETTERS = """aa ab ae af ak am an ar as av ay az ba be bg bh bi bm bn bo br bs ca ce ch co cr cs
 cu cv cy da de dv dz ee el en eo es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht
 hu hy hz ia id ie ig ii ik io is it iu ja jv ka kg ki kj kk kl km kn ko kr ks ku kv kw ky la lb lg
 li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no nr nv ny oc oj om or os pa
 pi pl ps pt qu rm rn ro ru rw sa sc sd se sg sh si sk sl sm sn so sq sr ss st su sv sw ta te tg th
-ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu"""  # of ISO 639
+ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu""".split()
 OF_FILES = ("layout", "text_field", "encoding", "errors", "on_bad_row")  # fields of a source
 OF_TRAINING = ("model", "train", "tracking", "export")  # sections that preparation does not read
 T = TypeVar("T")
@@ -127,7 +128,7 @@ class SourceConfig:
         )
         code = self.language.split("-")[0]
         check(
-            len(code) > 2 or code in TWO_LETTERS.split(),
+            len(code) > 2 or code in TWO_LETTERS,
             f"{key}.language is {self.language!r}, which no language has; give its ISO 639 code, "
             "such as ja for Japanese or ko for Korean",
         )
@@ -409,18 +410,15 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     return config
 
 
-def place_folders(config: "DataConfig", path: object) -> None:
+def place_folders(config: DataConfig, path: str) -> None:
     """Expand `~` in the folders of a config; raises `UserError` unless it names two."""
-    names = [name for name in ("data_dir", "run_dir") if hasattr(config, name)]
-    for name in names:
+    for name in ("data_dir", "run_dir"):
         folder = os.path.expanduser(getattr(config, name))
-        check(folder.strip(), f"{path}: {name} is empty; name a folder")
+        check(folder.strip() != "", f"{path}: {name} is empty; name a folder")
         setattr(config, name, folder)
-    folders = {os.path.realpath(getattr(config, name)) for name in names}
     check(
-        len(folders) == len(names),
-        f"{path}: data_dir and run_dir are one folder, {getattr(config, 'data_dir', '')}; give "
-        "each its own",
+        os.path.realpath(config.data_dir) != os.path.realpath(config.run_dir),
+        f"{path}: data_dir and run_dir are one folder, {config.data_dir}; give each its own",
     )
 
 

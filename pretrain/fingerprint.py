@@ -211,19 +211,18 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
             )
 
 
-def list_lengths(saved: list[dict], wanted: list[dict]) -> Iterator[str]:
+def list_lengths(saved: list[dict], wanted: list[dict]) -> list[str]:
     """Describe how the lengths of schedules and phases differ."""
     before, after = saved[-1]["end"], wanted[-1]["end"]
     if before != after:  # the others may be shares of it
-        yield f"train.max_steps was {before:,}, is {after:,}"
-        return
+        return [f"train.max_steps was {before:,}, is {after:,}"]
     differences = [
         f"{f'phase {i}: ' if len(saved) > 1 else ''}train.{name} was {old[name]}, is {new[name]}"
         for i, (old, new) in enumerate(zip(saved, wanted, strict=False))
         for name in LENGTHS
         if old[name] != new[name]
     ]
-    yield from differences or ["the steps of its phases were others"]
+    return differences or ["the steps of its phases were others"]
 
 
 def rate_at(fingerprint: dict, step: int) -> float:

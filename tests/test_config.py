@@ -197,6 +197,19 @@ def each_number(section: object, key: str = "") -> Iterator[tuple[str, str | Non
             yield name, item.metadata.get("interval")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data_dir=''", "data_dir is empty; name a folder"),
+        ("run_dir=' '", "run_dir is empty; name a folder"),
+        ("data_dir=runs/../runs/run", "data_dir and run_dir are one folder, runs/../runs/run"),
+    ],
+)
+def test_data_and_run_have_a_folder_each(tmp_path: Path, override: str, message: str):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, MINIMAL, override)
+
+
 NUMBERS = [*each_number(Config()), *each_number(PhaseConfig(), "train.phases[0]")]
 
 

@@ -17,7 +17,8 @@ STOP = re.compile(r"[。！？｡][”’」』]*")  # the end of a sentence in 
 AFTER_STOP = re.compile(f"({STOP.pattern})[0-9a-z]")
 LONG = 4096  # characters after which a paragraph is cut at the next stop of any script
 ANY_STOP = re.compile(rf"""{STOP.pattern}|[.!?؟۔।॥።][”’»)\]"']*+\s++(?=\S)""")
-HIDING = 512  # characters of a sentence whose quotes and brackets may hide the ends of others
+# sentencex pairs a quote or a bracket with the next one, and finds no end of a sentence between
+HIDING = 512  # characters of a sentence above which its marks count no longer
 NO_MARKS = str.maketrans(dict.fromkeys("\"'`“”„‘’«»‹›「」『』()[]{}<>", " "))
 
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 from helpers import ROOT, fork
 
+from data_pipeline.config import load_config
+from pretrain.config import Config
+
 sys.path.append(str(ROOT / "scripts"))
 
 import gpu_check  # noqa: E402
@@ -31,6 +34,11 @@ def test_all_stages_pass_without_what_prepares_data(prepared, tmp_path) -> None:
     right = [row["name"] for row in found if row["verdict"] == "right"]
     assert len(right) == 6 + 3 + 1 + 4 and len(found) > len(right)
     assert done.stdout.count(" right") == len(right)
+
+
+def test_a_checkpoint_is_judged_by_the_interval_of_the_recipe() -> None:
+    recipe = load_config(Config, str(ROOT / "configs/bert_base.yaml"))
+    assert gpu_check.SAVE_EVERY == recipe.train.save_every
 
 
 def test_a_package_that_is_missing_is_named() -> None:
