@@ -151,9 +151,13 @@ def name_not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
 
 def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
     """Copy unsharded tensors to the CPU, one at a time; returns none of them unless `keep`."""
-    tensors = ((name, unshard(tensor.detach())) for name, tensor in state.items())
-    # a copy on a CPU too, since the next steps change the tensors while they are written
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors if keep}
+    tensors = ((name, unshard(tensor.detach()).contiguous()) for name, tensor in state.items())
+    # A copy on a CPU too, since the next steps change the tensors while they are written. From a
+    # GPU without waiting for each, to which torch gives page-locked memory.
+    copies = {n: t.to("cpu", copy=True, non_blocking=True) for n, t in tensors if keep}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
 
 
 def optimizer_state(
