@@ -31,7 +31,7 @@ PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
 BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
-OF_GENERATOR = ("hidden_act", "layer_norm_eps")  # as in the model whose embeddings it shares
+SAME = ("num_attention_heads", "hidden_act", "layer_norm_eps")  # no shape of a tensor tells these
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
@@ -52,7 +52,7 @@ def start_from(
         else:
             # RoBERTa counts positions from the id of padding
             others = ("pad_token_id",) if part.config.family.counts_from_pad else ()
-            check_same(folder / name, part.config, OF_GENERATOR if name else others)
+            check_same(folder / name, part.config, SAME + others)
             line, new_heads = copy_weights(folder / name, part, pieces)  # last of the whole model
             lines.append(line)
     return lines[::-1], new_heads
@@ -217,11 +217,11 @@ def to_current_names(weights: dict[str, Tensor], encoder: str) -> dict[str, Tens
 
 
 def check_same(folder: Path, config: ModelConfig, names: tuple[str, ...]) -> None:
-    """Raise `UserError` if a model has other heads than the folder says, or another of the settings
-    `names`: no shape of a tensor tells, and the weights would compute something else."""
+    """Raise `UserError` if a model has one of the settings `names` otherwise than the folder says:
+    its weights would compute something else."""
     path = folder / "config.json"
     found = read_hf_config(read_settings(folder), path) if path.exists() else {}
-    for name in ("num_attention_heads", *names):
+    for name in names:
         value, ours = found.get(name), getattr(config, name)
         advice = f"leave out model.{name}, which the folder sets"
         if folder.name == GENERATOR:

@@ -343,6 +343,8 @@ def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
 def test_settings_that_no_shape_tells_are_refused(folder, prepared, vocab_dir, tmp_path) -> None:
     with pytest.raises(UserError, match="num_attention_heads is 2, and here it is 4; leave out"):
         start(read_config(prepared, folder, "model.num_attention_heads=4"))
+    with pytest.raises(UserError, match="hidden_act is gelu, and here it is relu"):
+        start(read_config(prepared, folder, "model.hidden_act=relu"))
     sizes = {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 66}
     save_peer(tmp_path / "ro", "RobertaForMaskedLM", vocab_dir, **sizes)
     other = ("data.objective=none", "model.pad_token_id=0", "model.max_position_embeddings=65")
