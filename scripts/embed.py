@@ -55,7 +55,8 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
         ) from None
     check(
         (model_dir / "config.json").exists(),
-        f"no exported model in {model_dir}{name_export(model_dir)}",
+        f"no exported model in {model_dir}; python -m pretrain.export makes one"
+        + name_export(model_dir),
     )
     logging.disable_progress_bar()
     logging.set_verbosity_error()
