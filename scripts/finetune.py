@@ -177,7 +177,8 @@ def check_settings(args: argparse.Namespace) -> None:
     check(0 <= args.warmup < 1, f"--warmup {args.warmup}: wanted 0 to below 1")
     dropout = args.dropout
     check(dropout is None or 0 <= dropout < 1, f"--dropout {dropout}: wanted 0 to below 1")
-    check(len({*args.seeds}) == len(args.seeds), "--seeds holds a seed twice")
+    for name, values in (("seeds", args.seeds), ("learning-rates", args.learning_rates)):
+        check(len({*values}) == len(values), f"--{name} holds a number twice")
     for seed in args.seeds:
         check(0 <= seed < 1 << 64, f"--seeds {seed}: wanted 0 or more, and less than 2 ** 64")
     check(

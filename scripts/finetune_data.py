@@ -68,6 +68,8 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
         read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
         rows = ROWS[suffix](path, columns)
         examples = [read(Row(place, cells, columns), task) for place, cells in rows]
+    if task == "tagging":
+        examples = [example for example in examples if example.texts]
     check(examples, f"{path} holds no examples")
     return examples
 

@@ -73,7 +73,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
 # --- entities -------------------------------------------------------------------------------------
 
 
-SCHEME = re.compile(r"([BSUIMEL])(?:-(.*))?")
+SCHEME = re.compile(r"([BSUIMEL])(?:[-_](.*))?")  # B-PER, or B_PER
 
 
 def find_spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:

@@ -539,6 +539,7 @@ def test_a_model_that_has_diverged_scores_no_better_than_one_that_says_0() -> No
         ("B M E S", {(0, 3, ""), (3, 4, "")}),  # words of a segmentation
         ("DT NN", {(0, 1, "DT"), (1, 2, "NN")}),  # parts of speech
         ("B-x-y I-x-y O", {(0, 2, "x-y")}),
+        ("B_PER I_PER O", {(0, 2, "PER")}),
         ("O O", set()),
     ],
 )
@@ -862,6 +863,7 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.conll", "x\tO\ny\t\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
+        ("tagging", "a.jsonl", '{"tokens": [], "tags": []}', r"a.jsonl holds no examples"),
         ("choice", "a.jsonl", '{"context": "x", "choices": ["y", "z"], "label": 2}', r"label is 2"),
         ("qa", "a.json", '{"data": [{"paragraphs": [{"qas": [{"question": 1}]}]}]}', r"SQuAD's"),
         ("choice", "a.jsonl", f'{{"context": "x", "choices": ["y", "z"], "label": "{"1" * 5000}"}}',
@@ -890,7 +892,8 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
         ("--max-length 65", "wanted 16 to 64"),
         ("--metric bleu", "accuracy, macro_f1, matthews"),
         ("--columns text", "wanted WHAT=NAME"),
-        ("--seeds 1 1", "a seed twice"),
+        ("--seeds 1 1", "--seeds holds a number twice"),
+        ("--learning-rates 1e-3 0.001", "--learning-rates holds a number twice"),
         ("--seeds -1", "--seeds -1: wanted 0 or more"),
         (f"--seeds 0 {1 << 64}", f"--seeds {1 << 64}: wanted .* less than"),
         ("--learning-rates 1e-3 nan", "--learning-rates nan: wanted finite numbers above 0"),
