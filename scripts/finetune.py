@@ -24,7 +24,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from finetune_data import COLUMNS, Example, read_examples
+from finetune_data import COLUMNS, Example, list_unread, read_examples
 from finetune_tasks import TASKS, Task, Unit
 from finetune_train import (
     LENGTH_MULTIPLE,
@@ -208,6 +208,8 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
     if args.max_train and args.max_train >= len(examples["train"]):
         print(f"note: {args.train} has no more than --max-train {args.max_train:,}: all are taken")
         args.max_train = None
+    if unread := list_unread(args.train, args.task, args.columns):
+        print(f"note: {args.train}: columns that are not read: {', '.join(unread)}")
     task = TASKS[args.task](examples["train"])
     if args.task in ("classification", "multi_label", "regression"):
         read = [example for part in examples.values() for example in part]

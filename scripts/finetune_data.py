@@ -1,10 +1,12 @@
 """Read the labelled examples of a task: TSV, CSV, JSONL, CoNLL and SQuAD JSON."""
 
+import ast
 import csv
 import io
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -16,21 +18,28 @@ from data_pipeline.config import check
 
 # What a task reads -> the names that its column may have, if --columns gives none.
 COLUMNS = {
-    "text": ("sentence", "sentence1", "text", "premise", "question", "review"),
-    "second": ("sentence2", "text2", "hypothesis"),
+    "text": ("sentence", "sentence1", "text", "text_a", "premise", "question", "review"),
+    "second": ("sentence2", "text2", "text_b", "hypothesis", "hypo", "passage"),
     "label": ("label", "labels", "score"),
     "tokens": ("tokens", "words"),
     "tags": ("tags", "ner_tags", "labels"),
     "context": ("context", "question", "premise"),
     "choices": ("choices", "options", "endings"),
 }
+READS_TEXTS = ("text", "second", "label")
+READS = {"tagging": ("tokens", "tags"), "choice": ("context", "choices", "label")}
+CHOICE = re.compile(r"(choice|ending|option|sol|answer)_?([0-9A-E])")  # one column for each choice
+FLAGS = {"0": False, "1": True, "false": False, "true": True, "0.0": False, "1.0": True}
+LETTERS = "ABCDEFGHIJ"  # of choices, where a label is one
+NO_LABEL = "-"  # of a pair about which the annotators did not agree, as in SNLI and OCNLI
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
 MOST_WORDS = 10_000  # of a sentence
 # of columns, in a first line that is no example
 NAMES = {name for names in COLUMNS.values() for name in names} | {"word", "token", "tag", "pos"}
 NAMES |= {"form", "upos", "ner", "ner_tag", "review", "sentiment", "rating", "stars", "category"}
-NOTE = re.compile(r"# (.*=|newdoc$|newpar$)")  # above a sentence of a CoNLL file
+# above a sentence of a CoNLL file
+NOTE = re.compile(r"# (.*=|newdoc$|newpar$)|#(begin|end) document|## [^\t]*\t")
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
 SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
 
@@ -52,7 +61,8 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     """Read all examples of a file.
 
     columns: what a task reads (a key of `COLUMNS`) -> the name of its column in this file, or its
-    number, from 1, in a file that does not begin with the names.
+    number, from 1, in a file that does not begin with the names; several names with commas between
+    them where a task has one column for each choice, or for each label.
     Raises `UserError` that names file and line.
     """
     suffix = path.suffix.lower()
@@ -62,16 +72,50 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     elif task == "tagging" and suffix not in JSON_ROWS:
         examples = list(read_conll(path, columns))
     else:
-        known = JSON_ROWS if task == "choice" else ROWS  # a table holds no lists
         check(path.exists(), f"no file at {path}")
-        check(suffix in known, f"{path}: unknown format {suffix!r}; wanted {', '.join(known)}")
+        known = ", ".join(ROWS)
+        check(suffix in ROWS, f"{path}: unknown format {suffix!r}; rename it to one of {known}")
         read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
         rows = ROWS[suffix](path, columns)
         examples = [read(Row(place, cells, columns), task) for place, cells in rows]
     if task == "tagging":
         examples = [example for example in examples if example.texts]
+    if task == "classification":
+        examples = with_labels(path, examples)
+        check_first_label(examples, columns)
     check(examples, f"{path} holds no examples")
     return examples
+
+
+def list_unread(path: Path, task: str, columns: dict[str, str]) -> list[str]:
+    """List the columns of a table that a task does not read."""
+    suffix = path.suffix.lower()
+    if task == "qa" or suffix not in (JSON_ROWS if task == "tagging" else ROWS):
+        return []
+    row = Row(*next(ROWS[suffix](path, columns)), columns)
+    read = {name for what in READS.get(task, READS_TEXTS) for name in row.find_all(what)}
+    return [name for name in row.cells if name not in read]
+
+
+def with_labels(path: Path, examples: list[Example]) -> list[Example]:
+    """Leave out the pairs without a label; prints how many."""
+    found = [one for one in examples if len(one.texts) == 1 or one.label != NO_LABEL]
+    if lost := len(examples) - len(found):
+        print(f"note: {path}: {lost:,} pairs are left out, whose label is {NO_LABEL!r}")
+    return found
+
+
+def check_first_label(examples: list[Example], columns: dict[str, str]) -> None:
+    """Raise `UserError` if columns have numbers, and the first line seems to be their names: it has
+    the only label that occurs once."""
+    if len(examples) > 4 and any(map(str.isdecimal, given_names(columns))):
+        counts = Counter(example.label for example in examples)
+        first = examples[0]
+        check(
+            [label for label, count in counts.items() if count == 1] != [first.label],
+            f"{first.place}: no other line has the label {first.label!r}; if this one names the "
+            "columns, give --columns the names, or remove it",
+        )
 
 
 def read_text(path: Path) -> str:
@@ -89,12 +133,17 @@ def read_text(path: Path) -> str:
 # --- rows of a table ------------------------------------------------------------------------------
 
 
+def given_names(columns: dict[str, str]) -> list[str]:
+    """List the names or numbers that `columns` gives."""
+    return [name for names in columns.values() for name in names.split(",")]
+
+
 def count_columns(path: Path, first: list[str], columns: dict[str, str]) -> list[str] | None:
     """Name the columns by their numbers if `columns` does; None if the first line names them.
 
     Raises `UserError` if it does both, since the names would be an example.
     """
-    numbers = [int(name) for name in columns.values() if name.isdecimal()]
+    numbers = [int(name) for name in given_names(columns) if name.isdecimal()]
     if not numbers:
         return None
     cells = {first[number - 1].lower() for number in numbers if 0 < number <= len(first)}
@@ -109,7 +158,7 @@ def count_columns(path: Path, first: list[str], columns: dict[str, str]) -> list
 def check_names(path: Path, names: list[str], columns: dict[str, str]) -> None:
     """Raise `UserError` if two columns have a name that a task may read: one of them would be left
     out unseen."""
-    read = {name for known in COLUMNS.values() for name in known} | {*columns.values()}
+    read = {name for known in COLUMNS.values() for name in known} | {*given_names(columns)}
     twice = sorted({name for name in names if name in read and names.count(name) > 1})
     check(
         not twice,
@@ -141,6 +190,10 @@ def read_csv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
     reader = csv.reader(io.StringIO(read_text(path)), strict=True)
     try:
         first = next(reader, [])
+        check(
+            len(first) != 1 or "\t" not in first[0],
+            f"{path}:1 has tabs and no comma; rename the file to .tsv if tabs separate its columns",
+        )
         numbers = count_columns(path, first, columns)
         names, line = numbers or first, 0 if numbers else 1
         check_names(path, names, columns)
@@ -157,18 +210,23 @@ def read_csv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
 
 
 def read_jsonl(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
-    """Yield (place, column -> value) of a file with a JSON object per line."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            try:
-                cells = parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number} is not JSON: {error}") from None
-            check(
-                isinstance(cells, dict),
-                f"{path}:{number} is not a JSON object; wanted one on each line",
-            )
-            yield f"{path}:{number}", cells
+    """Yield (place, column -> value) of a file with a JSON object per line, or an array of them."""
+
+    def parse(text: str, place: str):
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            raise UserError(f"{place} is not JSON: {error}") from None
+
+    text = read_text(path)
+    if text.lstrip().startswith("["):
+        rows = ((f"{path}: item {i}", row) for i, row in enumerate(parse(text, str(path)), 1))
+    else:
+        lines = ((f"{path}:{i}", line) for i, line in enumerate(text.split("\n"), 1))
+        rows = ((place, parse(line, place)) for place, line in lines if line.strip())
+    for place, cells in rows:
+        check(isinstance(cells, dict), f"{place} is not a JSON object; wanted one on each line")
+        yield place, cells
 
 
 JSON_ROWS = {".jsonl": read_jsonl, ".json": read_jsonl}
@@ -190,7 +248,7 @@ class Row:
         """
         if what in self.columns:
             return self.columns[what] if self.columns[what] in self.cells else None
-        taken = self.columns.values()
+        taken = given_names(self.columns)
         names = [name for name in COLUMNS[what] if name in self.cells and name not in taken]
         check(
             len(names) < 2,
@@ -199,15 +257,29 @@ class Row:
         )
         return names[0] if names else None
 
+    def find_all(self, what: str) -> list[str]:
+        """Find the names of one column, or of several: those that `columns` names with commas, or
+        those of choices that are numbered."""
+        names = self.columns.get(what, "").split(",")
+        if len(names) > 1:
+            missing = [name for name in names if name not in self.cells]
+            check(not missing, f"{self.place}: no column {', '.join(missing)}, for {what}")
+            return names
+        name = self.find(what)
+        if name is None and what == "choices" and what not in self.columns:
+            return sorted(name for name in self.cells if CHOICE.fullmatch(name))
+        return [name] if name else []
+
     def get(self, what: str):
         """Return a cell. Raises `UserError` if the table has no such column."""
         name = self.find(what)
         if name is None:
             known = ", ".join(COLUMNS[what])
+            is_table = Path(self.place.rpartition(":")[0]).suffix.lower() not in JSON_ROWS
+            number = f", or, if the first line is no header, by its number, as in {what}=1"
             raise UserError(
                 f"{self.place}: no column for {what} ({self.columns.get(what, known)}) among "
-                f"{', '.join(self.cells)}; name it with --columns {what}=NAME, or, in a TSV or CSV "
-                f"whose first line is no header, by its number, as in {what}=1"
+                f"{', '.join(self.cells)}; name it with --columns {what}=NAME{number * is_table}"
             )
         return self.cells[name]
 
@@ -228,9 +300,11 @@ def labelled_texts(row: Row, task: str) -> Example:
     texts = [row.text("text")]
     if row.find("second") or "second" in row.columns:
         texts.append(row.text("second"))
+    if task == "multi_label" and len(row.find_all("label")) > 1:
+        return Example(row.place, texts, flagged(row, row.find_all("label")))
     label = row.get("label")
     if task == "multi_label":
-        names = label if isinstance(label, list) else [] if label is None else str(label).split(",")
+        names = label if isinstance(label, list) else [] if label is None else split_names(label)
         check(
             not isinstance(label, bool | dict)
             and all(map(is_name, names))
@@ -252,6 +326,25 @@ def labelled_texts(row: Row, task: str) -> Example:
     return Example(row.place, texts, label)
 
 
+def flagged(row: Row, names: list[str]) -> list[str]:
+    """List the columns of labels that hold 1, or true."""
+    flags = {name: str(row.cells[name]).strip().lower() for name in names}
+    for name, flag in flags.items():
+        check(flag in FLAGS, f"{row.place}: {name} is {row.cells[name]!r}; wanted 0 or 1")
+    return [name for name, flag in flags.items() if FLAGS[flag]]
+
+
+def split_names(label: object) -> list:
+    """Split the names of labels at commas, or read the list that pandas writes into a cell."""
+    text = str(label).strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return text.split(",")
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return [None]  # such as what numpy writes, without commas
+
+
 def is_name(label: object) -> bool:
     """Tell whether a cell names a label; what pandas writes for a missing one does not."""
     return isinstance(label, str | int) or (isinstance(label, float) and math.isfinite(label))
@@ -266,11 +359,19 @@ def tagged_words(row: Row, task: str) -> Example:
 
 def choices(row: Row, task: str) -> Example:
     """Read a context, the choices, and the index of the right one from a row."""
-    texts, label = row.texts("choices"), row.get("label")
+    names, label = row.find_all("choices"), row.get("label")
+    if len(names) > 1:
+        texts = [row.cells[name] for name in names]
+        is_text = all(isinstance(text, str) for text in texts)
+        check(is_text, f"{row.place}: wanted a text under each of {', '.join(names)}")
+    else:
+        texts = row.texts("choices")
     check(len(texts) > 1, f"{row.place} has {len(texts)} choices; wanted two or more")
-    is_index = str(label) in map(str, range(len(texts)))
-    check(is_index, f"{row.place}: label is {label!r}; wanted 0 to {len(texts) - 1}")
-    return Example(row.place, [row.text("context"), *texts], int(label))
+    index = LETTERS.index(label) if label in [*LETTERS] else label
+    is_index = str(index) in map(str, range(len(texts)))
+    wanted = f"0 to {len(texts) - 1}, or A to {LETTERS[: len(texts)][-1]}"
+    check(is_index, f"{row.place}: label is {label!r}; wanted {wanted}")
+    return Example(row.place, [row.text("context"), *texts], int(index))
 
 
 # --- formats of one task --------------------------------------------------------------------------
@@ -296,17 +397,26 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
     is_conllu = path.suffix.lower() == ".conllu"
     usual = {"tokens": 2, "tags": 4} if is_conllu else {"tokens": 1, "tags": 0}
     word, tag = (int(columns.get(what, usual[what])) for what in ("tokens", "tags"))
+    lines = [*read_text(path).split("\n"), ""]
+    # a word may hold other spaces than blanks, or be one
+    rows = [x.split("\t") if "\t" in x else re.split(" +", x.strip(" ")) for x in lines]
+    width = Counter(len(row) for row in rows if row != [""]).most_common(1)
     words, tags, start = [], [], 1
-    for number, line in enumerate([*read_text(path).split("\n"), ""], 1):
-        # a word may hold other spaces than blanks, or be one
-        cells = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
+    for number, (line, cells) in enumerate(zip(lines, rows, strict=True), 1):
         if is_conllu and NO_WORD.match(line):
             continue
-        is_note = line.startswith("#") if is_conllu else NOTE.match(line)
+        is_note = line.startswith("#") and (
+            is_conllu or NOTE.match(line) or (cells[0] == "#" and len(cells) != width[0][0])
+        )
         if not words and (cells[:1] == ["-DOCSTART-"] or is_note):
             start = number + 1
         elif not line.strip():  # perhaps with a tab, as in the original files of WNUT-17
             if words:
+                check(
+                    len(words) < 3 or words != [str(i + 1) for i in range(len(words))],
+                    f"{path}:{start}: the words are numbers from 1 to {len(words)}; name the "
+                    "columns of words and tags, as in --columns tokens=2 tags=3",
+                )
                 yield Example(f"{path}:{start}", words, tags)
             words, tags, start = [], [], number + 1
         elif len(cells) > 1 and len(cells) >= max(word, tag) and cells[tag - 1].strip():

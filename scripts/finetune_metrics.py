@@ -3,7 +3,7 @@
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -76,18 +76,28 @@ def ranks(values: np.ndarray) -> np.ndarray:
 SCHEME = re.compile(r"([BSUIMEL])(?:[-_](.*))?")  # B-PER, or B_PER
 
 
-def find_spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:
-    """Find the entities of a sentence tagged in IOB2, BMES, BMEOS, BIOES or BILOU.
+def find_spans(
+    tags: Sequence[str], known: Collection[str] | None = None
+) -> set[tuple[int, int, str]]:
+    """Find the entities of a sentence tagged in IOB2, BMES, BMEOS, BIOES, BILOU or IO.
 
     B, S and U begin an entity; E, L, S and U end one; I, M, E and L continue one of the same type,
-    and begin one where there is none, as conlleval counts. A tag of no such scheme, such as a part
-    of speech, is an entity of one word.
+    and begin one where there is none, as conlleval counts. Other tags, such as parts of speech, are
+    entities of one word each, or in IO, where O is among the tags, of all equal tags beside it.
+
+    known: the tags of a file, as they should be; those of this sentence if not given. A bare S is a
+    position only if all of them are positions, and else a part of speech.
     Returns {(first word, word after the last, type)}.
     """
     spans, start, kind = set(), None, None
+    known = set(tags if known is None else known)
+    has_bare = all(SCHEME.fullmatch(tag) for tag in known - {"O"})
     for i, tag in enumerate([*tags, "O"]):
         match = SCHEME.fullmatch(tag)
-        prefix, name = match.groups(default="") if match else ("S", tag)
+        if match and (match[2] is not None or has_bare):
+            prefix, name = match.groups(default="")
+        else:
+            prefix, name = "I" if "O" in known else "S", tag
         if start is not None and (prefix in "BSU" or name != kind):
             spans.add((start, i, kind))
             start = None
@@ -102,7 +112,9 @@ def find_spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:
 
 def span_scores(wanted: Sequence[list[str]], found: Sequence[list[str]]) -> dict[str, float]:
     """Score entities by span and type over all sentences, and words by tag."""
-    pairs = [(find_spans(a), find_spans(b)) for a, b in zip(wanted, found, strict=True)]
+    known = {tag for tags in wanted for tag in tags}  # of words past the end O is predicted
+    both = zip(wanted, found, strict=True)
+    pairs = [(find_spans(a, known), find_spans(b, known)) for a, b in both]
     right = sum(len(a & b) for a, b in pairs)
     wanted_count, found_count = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
     words = [x == y for a, b in zip(wanted, found, strict=True) for x, y in zip(a, b, strict=True)]

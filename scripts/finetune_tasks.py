@@ -314,7 +314,6 @@ class QuestionAnswering(Task):
 
     def __init__(self, examples: list[Example]):
         super().__init__(examples)
-        self.chinese = is_chinese([text for e in examples for text, _ in e.label])
         self.longest = 1  # tokens of an answer in training; no longer one is predicted
 
     def encode(self, examples, tokenizer, max_length):
@@ -365,7 +364,9 @@ class QuestionAnswering(Task):
 
     def score(self, examples, predictions):
         wanted = [[text for text, _ in example.label] for example in examples]
-        return answer_scores(wanted, predictions, self.chinese)
+        # of the questions that are judged: those to train on may be of another language
+        is_cmrc = is_chinese([text for texts in wanted for text in texts])
+        return answer_scores(wanted, predictions, is_cmrc)
 
 
 def allowed_spans(tokens: int, longest: int) -> Tensor:

@@ -31,7 +31,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import finetune  # noqa: E402
 import finetune_metrics as ours  # noqa: E402
-from finetune_data import Example, read_examples  # noqa: E402
+from finetune_data import Example, list_unread, read_examples  # noqa: E402
 from finetune_tasks import TASKS  # noqa: E402
 from finetune_train import (  # noqa: E402
     Run,
@@ -540,6 +540,8 @@ def test_a_model_that_has_diverged_scores_no_better_than_one_that_says_0() -> No
         ("DT NN", {(0, 1, "DT"), (1, 2, "NN")}),  # parts of speech
         ("B-x-y I-x-y O", {(0, 2, "x-y")}),
         ("B_PER I_PER O", {(0, 2, "PER")}),
+        ("RD S E B", {(0, 1, "RD"), (1, 2, "S"), (2, 3, "E"), (3, 4, "B")}),  # parts of speech
+        ("person person O art", {(0, 2, "person"), (3, 4, "art")}),  # IO
         ("O O", set()),
     ],
 )
@@ -569,6 +571,13 @@ def test_chinese_answers_are_scored_by_the_rules_of_cmrc() -> None:
     # 大学 and 北京 are both common, and the longest common run has two of four characters
     assert math.isclose(scores["f1"], (1 + 2 * 2 / 8 + 2 * 2 / 6) / 3)
     assert math.isclose(scores["exact_match"], 1 / 3)
+
+
+def test_answers_are_scored_by_the_language_of_the_questions_that_are_judged() -> None:
+    task = TASKS["qa"]([Example("", ["who?", "the Eiffel Tower"], [("Eiffel", 4)])])
+    chinese = [Example("", ["谁？", "北京大学"], [("北京大学", 0)])]
+    assert task.score(chinese, ["北京大"])["f1"] == 2 * 3 / 7
+    assert task.score(task.training, ["the Eiffel!"])["f1"] == 1.0
 
 
 def test_three_dots_in_one_are_no_mark_that_the_script_of_cmrc_leaves_out() -> None:
@@ -713,6 +722,76 @@ def test_a_second_text_is_not_left_out_unseen(tmp_path) -> None:
     assert [e.texts for e in found] == [["Bob did."]]
 
 
+def test_columns_that_are_not_read_are_listed(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "x", "text_pair": "y", "label": 0, "id": 3}\n')
+    assert list_unread(tmp_path / "a.jsonl", "classification", {}) == ["text_pair", "id"]
+    columns = {"second": "text_pair"}
+    assert list_unread(tmp_path / "a.jsonl", "classification", columns) == ["id"]
+    (tmp_path / "a.csv").write_text("sent1,ending0,ending1,label\nx,y,z,1\n")
+    assert list_unread(tmp_path / "a.csv", "choice", {"context": "sent1"}) == []
+    assert list_unread(tmp_path / "a.csv", "tagging", {}) == []
+
+
+def test_a_pair_whose_label_is_a_dash_has_none(tmp_path, capsys) -> None:
+    """As in SNLI and OCNLI, where annotators did not agree; a sentiment may be - or +."""
+    (tmp_path / "a.tsv").write_text("premise\thypothesis\tlabel\nx\ty\t-\nx\tz\tneutral\n")
+    (tmp_path / "b.tsv").write_text("text\tlabel\nx\t-\ny\t+\n")
+    found = read_examples(tmp_path / "a.tsv", "classification", {})
+    assert [e.label for e in found] == ["neutral"]
+    assert "a.tsv: 1 pairs are left out, whose label is '-'" in capsys.readouterr().out
+    found = read_examples(tmp_path / "b.tsv", "classification", {})
+    assert [e.label for e in found] == ["-", "+"]
+
+
+def test_a_header_above_numbered_columns_is_no_example(tmp_path) -> None:
+    rows, columns = ["1,x", "2,y", "1,z", "2,x"], {"text": "2", "label": "1"}
+    (tmp_path / "a.csv").write_text("\n".join(["Class Index,Body", *rows]))
+    with pytest.raises(UserError, match=r"a.csv:1: no other line has the label 'Class Index'"):
+        read_examples(tmp_path / "a.csv", "classification", columns)
+    (tmp_path / "a.csv").write_text("\n".join(["3,u", "4,v", *rows]))  # rare labels, both of them
+    assert len(read_examples(tmp_path / "a.csv", "classification", columns)) == 6
+
+
+def test_several_labels_are_a_list_in_a_cell_or_a_column_each(tmp_path) -> None:
+    lists = """text,label\nu,"['cs.LG', 'stat.ML']"\nv,[]\nw,"x, y"\n"""
+    (tmp_path / "a.csv").write_text(lists)
+    found = read_examples(tmp_path / "a.csv", "multi_label", {})
+    assert [e.label for e in found] == [["cs.LG", "stat.ML"], [], ["x", "y"]]
+    (tmp_path / "b.csv").write_text("text,toxic,threat\nu,1,0\nv,0,0\nw,1,1.0\n")
+    columns = {"label": "toxic,threat"}
+    found = read_examples(tmp_path / "b.csv", "multi_label", columns)
+    assert [e.label for e in found] == [["toxic"], [], ["toxic", "threat"]]
+    (tmp_path / "b.csv").write_text("text,toxic,threat\nu,1,often\n")
+    with pytest.raises(UserError, match=r"b.csv:2: threat is 'often'; wanted 0 or 1"):
+        read_examples(tmp_path / "b.csv", "multi_label", columns)
+    with pytest.raises(UserError, match=r"b.csv:2: no column rude, for label"):
+        read_examples(tmp_path / "b.csv", "multi_label", {"label": "toxic,rude"})
+    (tmp_path / "a.csv").write_text("text,label\nu,[2 14]\n")  # of numpy
+    with pytest.raises(UserError, match=r"a.csv:2: label is '\[2 14\]'; wanted the names"):
+        read_examples(tmp_path / "a.csv", "multi_label", {})
+
+
+def test_choices_are_a_list_or_a_column_each_and_their_label_may_be_a_letter(tmp_path) -> None:
+    (tmp_path / "a.csv").write_text("context,ending0,ending1,ending2,label\nx,a,b,c,2\n")
+    (tmp_path / "d.tsv").write_text("x\ta\tb\t0\n")
+    (tmp_path / "b.jsonl").write_text(
+        '{"premise": "x", "choice1": "a", "choice2": "b", "question": "cause", "label": 0}\n'
+    )
+    (tmp_path / "c.json").write_text(
+        '[{"context": "x",\n "options": ["a", "b", "c"], "answer": "B"}]'
+    )
+    for name, columns, texts, label in [
+        ("a.csv", {}, ["x", "a", "b", "c"], 2),
+        ("d.tsv", {"context": "1", "choices": "3,2", "label": "4"}, ["x", "b", "a"], 0),
+        ("b.jsonl", {"context": "premise"}, ["x", "a", "b"], 0),
+        ("c.json", {"label": "answer"}, ["x", "a", "b", "c"], 1),
+    ]:
+        (found,) = read_examples(tmp_path / name, "choice", columns)
+        assert (found.texts, found.label) == (texts, label)
+    with pytest.raises(UserError, match=r"label is '2'; wanted 0 to 1, or A to B"):
+        read_examples(tmp_path / "a.csv", "choice", {"choices": "ending2,ending0"})
+
+
 def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
     (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU NNP B-ORG\n \nof\tO\n\t\n")
     found = read_examples(tmp_path / "a.conll", "tagging", {})
@@ -732,6 +811,19 @@ def test_notes_and_beginnings_of_documents_are_no_words(tmp_path) -> None:
     found = read_examples(tmp_path / "eng.train", "tagging", {})
     assert [(e.texts, e.label) for e in found] == [(["EU"], ["B-ORG"]), (["#"], ["O"])]
     assert [e.place.rpartition(":")[2] for e in found] == ["3", "7"]
+
+
+def test_notes_of_other_widths_are_no_words(tmp_path) -> None:
+    """As in GermEval, KLUE and CoNLL-2012; `#` is a word of its own, too."""
+    text = "#\thttp://x.org [2009]\n1\t#\tO\tO\n2\tAal\tB-X\tO\n3\tist\tO\tO\n\n#\tu\n1\tv\tO\tO\n"
+    (tmp_path / "a.tsv").write_text(text)
+    found = read_examples(tmp_path / "a.tsv", "tagging", {"tokens": "2", "tags": "3"})
+    assert [e.texts for e in found] == [["#", "Aal", "ist"], ["v"]]
+    (tmp_path / "b.tsv").write_text("## train_00\tx y\nx\tO\ny\tB-Z\n\n#\tO\nx\tO\n")
+    found = read_examples(tmp_path / "b.tsv", "tagging", {})
+    assert [e.texts for e in found] == [["x", "y"], ["#", "x"]]
+    (tmp_path / "c.conll").write_text("#begin document (x); part 000\nx - O\n\n#end document\n")
+    assert [e.texts for e in read_examples(tmp_path / "c.conll", "tagging", {})] == [["x"]]
 
 
 def test_conll_u_has_ranges_and_empty_nodes_which_are_no_words(tmp_path) -> None:
@@ -835,17 +927,21 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("classification", "a.tsv", "sentence\tlabel\nx\t \n", r"a.tsv:2 has no label"),
         ("classification", "a.tsv", "x\t1\n", r"holds no examples"),
         ("classification", "a.tsv", "x\t1\ny\t0\n", r"a.tsv:2: no column for text.*, as in text=1"),
-        ("choice", "a.csv", "context,ending0,ending1\n", r"'.csv'; wanted .jsonl, .json$"),
-        ("classification", "a.json", '[{"text": "x"}]', r"a.json:1 is not .*; wanted one on each"),
+        ("choice", "a.csv", "context,ending0,ending1\n", r"holds no examples"),
+        ("choice", "a.csv", "context,options,label\nx,y,0\n", r"a.csv:2: choices is 'y', not a l"),
+        ("choice", "a.tsv", "context\tlabel\nx\t0\n", r"a.tsv:2: no column for choices"),
+        ("classification", "a.json", '[{"text": "x"}]', r"a.json: item 1: no col.*ns label=NAME$"),
+        ("classification", "a.json", '[["x"]]', r"a.json: item 1 is not a JSON object"),
+        ("classification", "a.csv", "sentence\tlabel\nx\t1\n", r"a.csv:1 has tabs.* to .tsv"),
         ("classification", "a.tsv", "sentence\tlabel\n", r"holds no examples"),
-        ("classification", "a.txt", "x", r"unknown format '.txt'; wanted .tsv, .csv, .jsonl"),
+        ("classification", "a.txt", "x", r"unknown format '.txt'; rename it to one of .tsv"),
         ("classification", "a.csv", 'sentence,label\nx,1\n"y,1\n', r"a.csv:\d+ is not CSV"),
         ("classification", "a.jsonl", '{"text": "x"}\n', r"a.jsonl:1: no column for label"),
         ("classification", "a.jsonl", '{"text": 3, "label": 1}\n', r"a.jsonl:1: text is 3, not a"),
-        ("classification", "a.jsonl", "[1]\n", r"a.jsonl:1 is not a JSON object"),
+        ("classification", "a.jsonl", "1\n", r"a.jsonl:1 is not a JSON object"),
         ("classification", "a.jsonl", "\n{\n", r"a.jsonl:2 is not JSON"),
         ("classification", "a.csv", '"sentence,label\nx,1\n', r"a.csv:\d+ is not CSV"),
-        ("classification", "a.jsonl", "[" * 100_000, r"a.jsonl:1 is not JSON: .* too deep"),
+        ("classification", "a.jsonl", "[" * 100_000, r"a.jsonl is not JSON: .* too deep"),
         ("classification", "a.jsonl", '{"text": "\\ud83d"}', r"1 is not JSON: .* half a"),
         ("classification", "a.tsv", "text\tlabel\ttext\na\t1\tb\n", r"names 'text' twice; rename"),
         ("classification", "a.csv", "text,label,text\na,1,b\n", r"first line names 'text' twice"),
@@ -864,6 +960,7 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("tagging", "a.conll", "x\tO\ny\t\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
         ("tagging", "a.jsonl", '{"tokens": [], "tags": []}', r"a.jsonl holds no examples"),
+        ("tagging", "a.tsv", "1\tx\n2\ty\n3\tz\n", r"a.tsv:1: the words are num.* 1 to 3"),
         ("choice", "a.jsonl", '{"context": "x", "choices": ["y", "z"], "label": 2}', r"label is 2"),
         ("qa", "a.json", '{"data": [{"paragraphs": [{"qas": [{"question": 1}]}]}]}', r"SQuAD's"),
         ("choice", "a.jsonl", f'{{"context": "x", "choices": ["y", "z"], "label": "{"1" * 5000}"}}',

@@ -136,6 +136,15 @@ def test_a_name_that_is_null_is_as_one_that_is_not_there(tmp_path: Path) -> None
     assert (pair.field, pair.linguistics_term, pair.UID) == ("a", "a", "a")
 
 
+def test_phenomenon_and_paradigm_are_names_too(tmp_path: Path) -> None:
+    """Those of SLING."""
+    path = tmp_path / "a.jsonl"
+    names = '"phenomenon": "Aspect", "paradigm": "zai_le"'
+    path.write_text(f'{{"sentence_good": "他在写", "sentence_bad": "他在写了", {names}}}\n')
+    (pair,) = read_pairs([str(path)])
+    assert (pair.field, pair.linguistics_term, pair.UID) == ("Aspect", "Aspect", "zai_le")
+
+
 def test_a_folder_may_hold_folders_of_pairs(tmp_path: Path) -> None:
     for name in ("b/blimp/one.tsv", "a.tsv", "b/.hidden.tsv", "b/.old/two.tsv", "b/notes.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
