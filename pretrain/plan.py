@@ -21,6 +21,7 @@ from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.config import check, load_config
 from data_pipeline.sampling.batch_source import BatchSource, count_passes
 from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain.assumed import Assumed, Preparation, assume_data, has_store, round_off
 from pretrain.config import Config, Phase, count_kept, phases_of
 from pretrain.describe import say_duration, show_sequence
@@ -65,6 +66,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         print(*assumed.lines, sep="\n")
     fingerprint_run(config, store, accelerator)
     counts = None if assumed else sample_counts(store)
+    inside = 0.0 if assumed else share_inside(store)
     of_model = torch.ones(len(store.vocabulary)) if assumed else torch.from_numpy(counts)
     model = build_model(config, of_model)
     if config.init_from and not assumed:
@@ -89,7 +91,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         )
         is_given = counts is None or config.init_from or config.vocab.path
         of_words = None if is_given else counts[store.vocabulary.ordinary]
-        unusual += list_unusual(phase, epochs, tokens, of_words)
+        unusual += list_unusual(phase, epochs, tokens, of_words, inside)
     largest = fed.index(max(fed))
     activations = measure_activations(model, sources[largest], fed[largest], accelerator)
     optimizers = build_optimizers(model, train, matrix_dtype(accelerator))
@@ -261,13 +263,19 @@ def backward(model, batch: Batch, accelerator: Accelerator) -> float:
     return losses[0].item()
 
 
+def share_inside(store: TokenStore) -> float:
+    """Compute the share of tokens that do not begin a word, in the first million."""
+    return 1 - float(store.starts_word(np.arange(min(len(store), 1 << 20))).mean())
+
+
 def list_unusual(
-    phase: Phase, epochs: float, tokens: float, counts: np.ndarray | None
+    phase: Phase, epochs: float, tokens: float, counts: np.ndarray | None, inside: float
 ) -> Iterator[str]:
     """Yield a warning for each unusual setting of a phase.
 
     tokens: mean tokens per sequence.
     counts: occurrences of each ordinary token; None if unknown.
+    inside: share of tokens that do not begin a word.
     """
     train, data = phase.train, phase.data
     if epochs > 40:
@@ -281,6 +289,13 @@ def list_unusual(
     low, high = USUAL_RATES.get(train.optimizer, (0, 1))
     if not low <= train.learning_rate <= high:
         yield f"train.learning_rate {train.learning_rate:g} is not the usual {low:g} to {high:g}"
+    keeps_none = data.mask_replace_prob + data.random_replace_prob > 0.999
+    if keeps_none and data.masking != "token" and inside > 0.2:
+        yield (
+            "no token of a hidden word is kept, so a single [MASK] inside a word never occurs, and "
+            f"{inside:.0%} of the tokens are inside words; lower data.mask_replace_prob, or set "
+            "data.masking=token"
+        )
     wanted, most = int(data.masked_lm_prob * data.max_seq_length), data.max_predictions_per_seq
     if most and most < wanted:
         yield f"data.max_predictions_per_seq {most} cuts the {wanted} masks of a full sequence"

@@ -16,6 +16,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config import DataConfig, PairsConfig, load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
+from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain import plan
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config, phases_of
@@ -168,23 +169,49 @@ def test_phases_are_planned_one_by_one(prepared: Path, capsys) -> None:
         (["train.warmup_steps=30"], "the warm-up takes 30%"),
         (["train.learning_rate=0.1"], "train.learning_rate 0.1 is not the usual 1e-05 to 0.002"),
         (["data.max_predictions_per_seq=5"], "cuts the 9 masks"),
+        (
+            ["data.mask_replace_prob=0.9", "data.random_replace_prob=0.1"],
+            "50% of the tokens are inside words",
+        ),
     ],
 )
 def test_what_is_unusual_is_named_and_nothing_else(prepared, overrides, named) -> None:
     config = config_of(prepared, "train.max_steps=100", "train.global_batch_size=64", *overrides)
     epochs = config.train.max_steps / 100
-    found = list(plan.list_unusual(phases_of(config)[0], epochs, 60.0, np.full(1000, 500)))
+    found = list(plan.list_unusual(phases_of(config)[0], epochs, 60.0, np.full(1000, 500), 0.5))
     assert len(found) == 1 and named in found[0]
 
 
 def test_a_vocabulary_too_large_for_its_text_is_named(prepared: Path) -> None:
     config = config_of(prepared, "train.max_steps=100", "train.global_batch_size=64")
     assert (
-        list(plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [49, 51])))
+        list(
+            plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [49, 51]), 0.0)
+        )
         == []
     )
-    found = list(plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [60, 40])))
+    found = list(
+        plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [60, 40]), 0.0)
+    )
     assert "60% of the pieces occur less than 50 times" in found[0]
+
+
+def test_hiding_all_of_a_word_is_named_only_where_words_have_many_tokens(prepared: Path) -> None:
+    """A single character of a Chinese word costs then 1.6 nats more: docs/learning.md."""
+    usual = ("train.max_steps=100", "train.global_batch_size=64")
+    hidden = (*usual, "data.mask_replace_prob=1", "data.random_replace_prob=0")
+    for overrides, inside in [(usual, 0.5), (hidden, 0.04), ((*hidden, "data.masking=token"), 0.5)]:
+        (phase,) = phases_of(config_of(prepared, *overrides))
+        assert not list(plan.list_unusual(phase, 1.0, 60.0, None, inside))
+
+
+def test_the_share_of_tokens_inside_words_is_counted(prepared: Path) -> None:
+    config = config_of(prepared)
+    folder = Path(config.data_dir)
+    store = TokenStore.open(folder / "store", "train", read_vocabulary(folder / "vocab"))
+    pieces = [store.vocabulary.pieces[i] for i in store.tokens.tolist()]
+    wanted = sum(piece.startswith("##") for piece in pieces) / len(pieces)
+    assert 0 < wanted == pytest.approx(plan.share_inside(store))
 
 
 @pytest.mark.parametrize("objective", ["nsp", "none"])
