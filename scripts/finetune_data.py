@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.reading import check_regular, find_fault, parse_json
+from data_pipeline.common.reading import check_regular, find_delimiter, find_fault, parse_json
 from data_pipeline.config import check
 
 # What a task reads -> the names that its column may have, if --columns gives none.
@@ -155,11 +155,15 @@ def count_columns(path: Path, first: list[str], columns: dict[str, str]) -> list
     return [str(number) for number in range(1, len(first) + 1)]
 
 
+def names_read(columns: dict[str, str]) -> set[str]:
+    """The names of columns that a task may read."""
+    return {name for known in COLUMNS.values() for name in known} | {*given_names(columns)}
+
+
 def check_names(path: Path, names: list[str], columns: dict[str, str]) -> None:
     """Raise `UserError` if two columns have a name that a task may read: one of them would be left
     out unseen."""
-    read = {name for known in COLUMNS.values() for name in known} | {*given_names(columns)}
-    twice = sorted({name for name in names if name in read and names.count(name) > 1})
+    twice = sorted({name for name in names_read(columns) if names.count(name) > 1})
     check(
         not twice,
         f"{path}: the first line names {' and '.join(map(repr, twice))} twice; rename a column",
@@ -187,7 +191,9 @@ def read_tsv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
 def read_csv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
     """Yield (place, column -> text) of a file with double quotes."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(io.StringIO(read_text(path)), strict=True)
+    text = read_text(path)
+    mark = find_delimiter(text.partition("\n")[0], names_read(columns))
+    reader = csv.reader(io.StringIO(text), strict=True, delimiter=mark)
     try:
         first = next(reader, [])
         check(

@@ -13,6 +13,7 @@ A shape says what a value of JSON has to be:
                                       any others
 """
 
+import csv
 import errno
 import json
 import math
@@ -140,3 +141,10 @@ def clip(value: Any) -> str:
     """Show the start of a value in a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def find_delimiter(header: str, wanted: set[str]) -> str:
+    """Find what separates the columns of a CSV file: the comma, or what gives its header more of
+    the wanted names. Spreadsheets write semicolons where numbers have a decimal comma."""
+    rows = {mark: next(csv.reader([header], delimiter=mark), []) for mark in ",;\t"}
+    return max(rows, key=lambda mark: len(wanted.intersection(rows[mark])))

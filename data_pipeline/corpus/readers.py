@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.reading import find_delimiter
 from data_pipeline.config import DatasetConfig, SourceConfig, to_list
 from data_pipeline.corpus.files import SLOW, compression, guess, is_mostly_nul, open_bytes, read
 
@@ -262,7 +264,10 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
                 raise too_long(chunk, "a row")
             yield f"{line}\n"
 
-    rows = csv.reader(read_whole_rows(), strict=True, **dialect)
+    lines_read = read_whole_rows()
+    first = next(lines_read, "")
+    dialect.setdefault("delimiter", find_delimiter(first, {source.text_field}))
+    rows = csv.reader(chain([first], lines_read), strict=True, **dialect)
     try:
         header = next(rows, [])
         check_column(source.text_field, header, chunk, "corpus.text_field")

@@ -696,6 +696,7 @@ def test_columns_are_found_by_name_or_named(tmp_path) -> None:
     (tmp_path / "a.tsv").write_text('label\tsentence\n1\ta "quoted\u2028 text\n')
     (tmp_path / "b.csv").write_text('\ufeffstars,body\r\n2,"two\r\nlines, and ""quotes"""\r\n')
     (tmp_path / "d.csv").write_text("text,label\na\u2028b,3\n")
+    (tmp_path / "e.csv").write_text('\ufefftext;label;n\r\n"a; b, c";4;1,5\r\n')
     (tmp_path / "c.jsonl").write_text('{"premise": "x", "hypothesis": "y", "label": 0}\n')
     columns = {"text": "body", "label": "stars"}
     found = [
@@ -703,9 +704,11 @@ def test_columns_are_found_by_name_or_named(tmp_path) -> None:
         *read_examples(tmp_path / "b.csv", "classification", columns),
         *read_examples(tmp_path / "c.jsonl", "classification", {}),
         *read_examples(tmp_path / "d.csv", "classification", {}),
+        *read_examples(tmp_path / "e.csv", "classification", {}),
     ]
-    assert [e.label for e in found] == ["1", "2", "0", "3"]
+    assert [e.label for e in found] == ["1", "2", "0", "3", "4"]
     texts = [['a "quoted\u2028 text'], ['two\nlines, and "quotes"'], ["x", "y"], ["a\u2028b"]]
+    texts.append(["a; b, c"])
     assert [e.texts for e in found] == texts
 
 
@@ -932,7 +935,7 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("choice", "a.tsv", "context\tlabel\nx\t0\n", r"a.tsv:2: no column for choices"),
         ("classification", "a.json", '[{"text": "x"}]', r"a.json: item 1: no col.*ns label=NAME$"),
         ("classification", "a.json", '[["x"]]', r"a.json: item 1 is not a JSON object"),
-        ("classification", "a.csv", "sentence\tlabel\nx\t1\n", r"a.csv:1 has tabs.* to .tsv"),
+        ("classification", "a.csv", "u\tv\nx\t1\n", r"a.csv:1 has tabs.* to .tsv"),
         ("classification", "a.tsv", "sentence\tlabel\n", r"holds no examples"),
         ("classification", "a.txt", "x", r"unknown format '.txt'; rename it to one of .tsv"),
         ("classification", "a.csv", 'sentence,label\nx,1\n"y,1\n', r"a.csv:\d+ is not CSV"),

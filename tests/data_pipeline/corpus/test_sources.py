@@ -93,6 +93,15 @@ def test_a_csv_file_holds_what_was_written_to_it(tmp_path_factory, rows: list[st
     assert read_all(CorpusConfig(files=file, text_field="body")) == expected
 
 
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_the_header_of_a_csv_file_tells_what_separates_its_columns(tmp_path: Path, mark: str):
+    with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8-sig") as file:
+        rows = [["n, m", "text"], ["1,5", "Eins; zwei, drei."], ["2", "Vier\tund 5;6,7."]]
+        csv.writer(file, delimiter=mark).writerows(rows)
+    documents = read_all(CorpusConfig(files=str(tmp_path / "*.csv")))
+    assert documents == ["Eins; zwei, drei.", "Vier\tund 5;6,7."]
+
+
 def test_a_tsv_file_has_no_quotes(tmp_path: Path):
     (tmp_path / "a.tsv").write_text('label\ttext\n1\t"Half a quote\n0\tNo, thanks\n')
     documents = read_all(CorpusConfig(files=str(tmp_path / "*.tsv")))
