@@ -9,6 +9,7 @@ import os
 import re
 import zlib
 from typing import BinaryIO
+from unicodedata import category, is_normalized
 
 from data_pipeline.common.errors import UserError
 
@@ -26,6 +27,16 @@ MARKS = {  # first bytes of files that users often give as text
     b"ARROW1": ".arrow",
     b"PK\x03\x04": "a zip archive",  # Office writes such, too
     b"%PDF": "a PDF",
+}
+CYRILLIC, CENTRAL, BALTIC = ("cp1251", "koi8-r", "cp866"), ("cp1250", "iso-8859-2"), ("cp1257",)
+ENCODINGS = {  # of a language's files that are not Unicode, where they are not those of Latin-1
+    **dict.fromkeys(("ru", "uk", "be", "bg", "sr", "mk", "kk", "mn", "ky", "tt"), CYRILLIC),
+    **dict.fromkeys(("pl", "cs", "sk", "hu", "hr", "sl", "bs", "ro", "sq"), CENTRAL),
+    **dict.fromkeys(("lt", "lv", "et"), BALTIC),
+    **dict.fromkeys(("ar", "fa", "ur"), ("cp1256",)),
+    **dict.fromkeys(("tr", "az"), ("cp1254",)),
+    **{"el": ("cp1253",), "he": ("cp1255",), "th": ("cp874",), "vi": ("cp1258",)},
+    **{"ja": ("euc_jp", "cp932"), "ko": ("cp949",), "zh": ("big5",)},
 }
 
 
@@ -120,10 +131,11 @@ def is_mostly_nul(block: bytes) -> bool:
     return len(block) >= 64 and block.count(0) > len(block) // 4
 
 
-def guess(head: bytes, seen: bytes) -> str:
+def guess(head: bytes, seen: bytes, language: str) -> str:
     """Guess what a file is that is not UTF-8: `encoding=...`, a suffix, or a description.
 
     head: the first bytes of the file. seen: some bytes around the first one that is not UTF-8.
+    language: what it is said to be in, an ISO 639 code.
     """
     for mark, name in MARKS.items():
         if head.startswith(mark):
@@ -141,11 +153,27 @@ def guess(head: bytes, seen: bytes) -> str:
         return "UTF-8 with errors"
     if is_gb18030(seen):
         return "encoding=gb18030"
+    known = ENCODINGS.get(language.split("-")[0], ())
+    best = max(known, key=lambda encoding: share_of_letters(seen, encoding), default=None)
+    if best and share_of_letters(seen, best) > 0.5:
+        return f"encoding={best}"
     if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
         return "UTF-8 with errors"  # three such bytes in a row are rare in Latin-1
     if len(above) * 2 > len(text):
         return "binary data, or text in an encoding unknown here"
     return "encoding=" + ("cp1252" if re.search(rb"[\x80-\x9f]", seen) else "latin-1")
+
+
+def share_of_letters(seen: bytes, encoding: str) -> float:
+    """Compute the share of small letters, or of those without case, in what is above ASCII. In the
+    wrong encoding many become capitals, signs, or the narrow letters of Japanese."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(seen)
+    except UnicodeDecodeError:
+        return 0.0
+    above = [c for c in text if c > "\x7f"]
+    letters = (c for c in above if category(c)[0] in "LM" and is_normalized("NFKC", c))
+    return sum(not c.isupper() for c in letters) / max(len(above), 1)
 
 
 def is_gb18030(seen: bytes) -> bool:

@@ -126,7 +126,7 @@ def not_text(
     """
     with open_bytes(path) as file:
         head = read(file, 8, path)
-    looks = "UTF-8 with errors" if seen is None else guess(head, seen)
+    looks = "UTF-8 with errors" if seen is None else guess(head, seen, source.language)
     if looks == "UTF-8 with errors" and not codecs.lookup(source.encoding).name.startswith("utf-8"):
         looks = "encoding=utf-8"
     advice = f"it looks like {looks.removeprefix('encoding=')}: "

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import floor
 from pathlib import Path
 
@@ -201,6 +202,37 @@ def test_another_encoding_is_recognised_and_read_when_said(tmp_path: Path, looks
     text = (before + BYTES[looks]).decode(encoding)
     read = read_all(CorpusConfig(files=str(file), layout="line", encoding=encoding))
     assert read == text.split("\n")[:-1]
+
+
+SENTENCES = {  # language -> a sentence, and the encodings that its files may have
+    "ru": ("Старые файлы часто записаны в другой кодировке.", ("cp1251", "koi8-r", "cp866")),
+    "uk-UA": ("Це речення має літери, яких інші мови не мають: ґанок, їжак.", ("cp1251",)),
+    "pl": ("Gęślą jaźń ścisnął żółw, łącząc świeże źródła.", ("cp1250", "iso-8859-2")),
+    "tr": ("Eski dosyalarda ışık, ağaç ve şeker böyle yazılır.", ("cp1254",)),
+    "el": ("Τα παλιά αρχεία έχουν συχνά άλλη κωδικοποίηση.", ("cp1253",)),
+    "ar": ("الملفات القديمة لها ترميز آخر في الغالب.", ("cp1256",)),
+    "ja": ("古いファイルは、別の文字コードで書かれていることが多い。", ("euc_jp", "cp932")),
+    "ko": ("옛 파일은 다른 부호로 적힌 것이 많다.", ("cp949",)),
+    "zh-Hant": ("舊的檔案常常用別的編碼寫成，應該認得出來。", ("big5",)),
+    "th": ("แฟ้มเก่ามักเขียนด้วยรหัสอื่น", ("cp874",)),
+}
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_the_language_tells_the_encoding_of_old_files(tmp_path: Path, language: str):
+    """As cp1252, which an English file would be taken for, most of their letters are others."""
+    text, encodings = SENTENCES[language]
+    config = CorpusConfig(files=str(tmp_path / "a.txt"), language=language, layout="line")
+    for encoding in encodings:
+        (tmp_path / "a.txt").write_bytes(f"Plain.\n{text}\n".encode(encoding))
+        with pytest.raises(
+            UserError, match=f"looks like {encoding}: set corpus.encoding={encoding}$"
+        ):
+            read_all(config)
+        assert read_all(replace(config, encoding=encoding)) == ["Plain.", text]
+    (tmp_path / "a.txt").write_bytes(text.encode() * 2 + b"\xff\n")
+    with pytest.raises(UserError, match="looks like UTF-8 with errors: mend the file"):
+        read_all(config)
 
 
 def test_korean_is_not_taken_for_chinese(tmp_path: Path):
