@@ -16,6 +16,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from pathlib import Path
 from signal import Signals
@@ -356,8 +357,19 @@ def save_run(run: Run, record: Record, done: int) -> None:
 
 def finish_writing(run: Run) -> Path | None:
     """Wait until the last checkpoint of this start is on disk (a collective call); returns its
-    folder, or None before the first. Stops all ranks if it could not be written."""
+    folder, or None before the first. Stops all ranks if it could not be written.
+
+    However long it takes, no rank waits in one collective call, which would fail after
+    `train.timeout_s`.
+    """
+    while not share_from_main(lambda: not run.writing or is_done(run.writing), run.accelerator):
+        mark()
     return share_from_main(lambda: run.writing and run.writing.result(), run.accelerator)
+
+
+def is_done(writing: Future) -> bool:
+    """Wait a second for a checkpoint that is being written; tells whether it is, or has failed."""
+    return bool(wait([writing], timeout=1).done)
 
 
 def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:

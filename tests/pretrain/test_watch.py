@@ -45,6 +45,28 @@ def test_a_step_may_take_longer_than_ranks_wait_for_each_other(
     assert done.returncode == 0, done.stderr
 
 
+SLOW_DISK = """
+import runpy, time
+import pretrain.checkpoint as checkpoint
+real = checkpoint.write_checkpoint
+def planted(*arguments):
+    time.sleep(12)
+    return real(*arguments)
+checkpoint.write_checkpoint = planted
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_checkpoint_may_take_longer_to_write_than_ranks_wait_for_each_other(
+    prepared: Path, tmp_path: Path
+) -> None:
+    options = ("train.micro_batch_size=8", "train.timeout_s=8", "train.max_steps=4")
+    words = command(prepared, tmp_path, *options, "train.save_every=2", "train.eval_every=4")[2:]
+    done = fork(*(["-c", SLOW_DISK, *words] for _ in range(2)))
+    assert done.returncode == 0, done.stderr
+    assert list_checkpoints(tmp_path / "checkpoints")
+
+
 def error_lines(stderr: str) -> list[str]:
     return [line.split("error: ", 1)[1] for line in stderr.splitlines() if "error: " in line]
 
