@@ -155,7 +155,7 @@ def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Te
     # A copy on a CPU too, since the next steps change the tensors while they are written. From a
     # GPU without waiting for each, to which torch gives page-locked memory.
     copies = {n: t.to("cpu", copy=True, non_blocking=True) for n, t in tensors if keep}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # not so where a run on a CPU leaves a GPU alone
         torch.cuda.synchronize()
     return copies
 
