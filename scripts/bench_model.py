@@ -52,7 +52,7 @@ TARGETS = {  # size -> (against the common setup, against the tuned one)
     "mini": ("ratio >= 6.5", "ratio >= 4"),
     "small": ("ratio >= 4.5", "ratio >= 3"),
 }
-STEPS_OF_SAVE = 20  # between two checkpoints of `train_steps`
+STEPS_OF_SAVE = 100  # between two checkpoints of `train_steps`; one is written meanwhile
 POOL = 16  # batches built beforehand; the tuned peer sorts their sequences by length
 Step = Callable[[], int]  # does a training step, returns its real tokens
 
@@ -415,7 +415,7 @@ def speeds(config: Path, model: dict, train: dict, others: dict, processes: int)
 
 
 def train_steps(
-    data_dir: Path, size: str, length: int, dropout: float = 0.0, steps: int = 120
+    data_dir: Path, size: str, length: int, dropout: float = 0.0, steps: int = 600
 ) -> list[dict]:
     """Train on a GPU, with a checkpoint every `STEPS_OF_SAVE` steps; returns the logged metrics
     without the warm-up line."""

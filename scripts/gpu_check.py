@@ -232,7 +232,7 @@ def check_processes(check: Check) -> None:
 
 
 def check_trainer(check: Check) -> None:
-    """Train base for 120 steps as users do, and see what it reports."""
+    """Train base for 600 steps as users do, and see what it reports."""
     if not check.is_gpu:
         return  # `check_resume` has trained, and a CPU takes an hour for base
     lines = train_steps(check.data_dir, "base", 128, dropout=0.1)
