@@ -16,7 +16,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 from signal import Signals
@@ -362,14 +362,13 @@ def finish_writing(run: Run) -> Path | None:
     However long it takes, no rank waits in one collective call, which would fail after
     `train.timeout_s`.
     """
-    while not share_from_main(lambda: not run.writing or is_done(run.writing), run.accelerator):
+
+    def is_written() -> bool:  # or has failed; waits a second for that
+        return not run.writing or bool(wait([run.writing], timeout=1).done)
+
+    while not share_from_main(is_written, run.accelerator):
         mark()
     return share_from_main(lambda: run.writing and run.writing.result(), run.accelerator)
-
-
-def is_done(writing: Future) -> bool:
-    """Wait a second for a checkpoint that is being written; tells whether it is, or has failed."""
-    return bool(wait([writing], timeout=1).done)
 
 
 def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:

@@ -52,7 +52,7 @@ TARGETS = {  # size -> (against the common setup, against the tuned one)
     "mini": ("ratio >= 6.5", "ratio >= 4"),
     "small": ("ratio >= 4.5", "ratio >= 3"),
 }
-STEPS_OF_SAVE = 100  # between two checkpoints of `train_steps`; one is written meanwhile
+STEPS_OF_SAVE = 100  # between two checkpoints of `train_steps`: each is on disk before the next
 POOL = 16  # batches built beforehand; the tuned peer sorts their sequences by length
 Step = Callable[[], int]  # does a training step, returns its real tokens
 

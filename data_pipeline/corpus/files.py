@@ -35,8 +35,13 @@ ENCODINGS = {  # of a language's files that are not Unicode, where they are not 
     **dict.fromkeys(("lt", "lv", "et"), BALTIC),
     **dict.fromkeys(("ar", "fa", "ur"), ("cp1256",)),
     **dict.fromkeys(("tr", "az"), ("cp1254",)),
-    **{"el": ("cp1253",), "he": ("cp1255",), "th": ("cp874",), "vi": ("cp1258",)},
-    **{"ja": ("euc_jp", "cp932"), "ko": ("cp949",), "zh": ("big5",)},
+    "el": ("cp1253",),
+    "he": ("cp1255",),
+    "th": ("cp874",),
+    "vi": ("cp1258",),
+    "ja": ("euc_jp", "cp932"),
+    "ko": ("cp949",),
+    "zh": ("big5",),  # beside GB18030
 }
 
 
@@ -153,10 +158,9 @@ def guess(head: bytes, seen: bytes, language: str) -> str:
         return "UTF-8 with errors"
     if is_gb18030(seen):
         return "encoding=gb18030"
-    known = ENCODINGS.get(language.split("-")[0], ())
-    best = max(known, key=lambda encoding: share_of_letters(seen, encoding), default=None)
-    if best and share_of_letters(seen, best) > 0.5:
-        return f"encoding={best}"
+    shares = {e: share_of_letters(seen, e) for e in ENCODINGS.get(language.split("-")[0], ())}
+    if max(shares.values(), default=0) > 0.5:
+        return f"encoding={max(shares, key=shares.get)}"
     if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
         return "UTF-8 with errors"  # three such bytes in a row are rare in Latin-1
     if len(above) * 2 > len(text):
