@@ -264,7 +264,9 @@ def main() -> None:
             f"{args.source} has no sound checkpoint; put a sound copy of one back",
         )
     elif not checkpoint.exists():
-        raise UserError(f"there is no {checkpoint}; a run keeps its train.keep_checkpoints newest")
+        raise UserError(
+            f"there is no {checkpoint}; give a run_dir, or one of the checkpoints that it keeps"
+        )
     elif fault := find_fault(checkpoint):
         raise UserError(
             f"{checkpoint} is neither a run folder nor a sound checkpoint ({fault}); give a "
