@@ -42,6 +42,12 @@ NAMES |= {"form", "upos", "ner", "ner_tag", "review", "sentiment", "rating", "st
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)|#(begin|end) document|## [^\t]*\t")
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
 SQUAD = {"data": [{"paragraphs": [{"context": str, "qas": [QUESTION]}]}]}
+ANSWERS = {"text": [str], "answer_start?": ([int], None)}
+QUESTION_ROW = {"question": str, "context": str, "answers": ANSWERS}
+QUESTION_WANTED = (
+    "wanted data, paragraphs, context, qas, question, answers, text, answer_start, or for each "
+    "question a row with question, context, and answers, which holds lists text and answer_start"
+)
 
 
 @dataclass(frozen=True)
@@ -358,7 +364,13 @@ def is_name(label: object) -> bool:
 
 def tagged_words(row: Row, task: str) -> Example:
     """Read the words of a sentence, and a tag for each, from a row."""
-    words, tags = row.texts("tokens"), row.texts("tags")
+    words, tags = row.texts("tokens"), row.get("tags")
+    check(
+        not (isinstance(tags, list) and tags and all(isinstance(tag, int) for tag in tags)),
+        f"{row.place}: tags are numbers; wanted their names, such as B-PER: `datasets` has them in "
+        "features[NAME].feature.names",
+    )
+    tags = row.texts("tags")
     check(len(words) == len(tags), f"{row.place}: {len(words)} words and {len(tags)} tags")
     return Example(row.place, words, tags)
 
@@ -443,26 +455,48 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
 
 def read_squad(path: Path) -> Iterator[Example]:
     """Yield the questions of a SQuAD file that have an answer; prints how many have none."""
-    try:
-        found, unanswered = parse_json(read_text(path)), 0
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+    unanswered = 0
+    for place, question, context, answers in list_questions(path):
+        answers = [(text, start) for text, start in answers if text.strip()]
+        if answers:
+            yield Example(place, [question, context], answers)
+        else:
+            unanswered += 1
+    if unanswered:
+        print(f"note: {path}: {unanswered} questions without an answer are left out")
+
+
+def list_questions(path: Path) -> Iterator[tuple[str, str, str, list[tuple[str, int | None]]]]:
+    """Yield (place, question, passage, answers) of SQuAD's own JSON, or of a JSON object for each
+    question, as `datasets` writes it."""
+
+    def parse(text: str):
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            return error
+
+    text = read_text(path)
+    found = parse(text)
+    if isinstance(found, ValueError) and not isinstance(parse(text.partition("\n")[0]), dict):
+        raise UserError(f"{path} is not JSON: {found}")
+    if not (isinstance(found, dict) and "data" in found):
+        for place, row in read_jsonl(path, {}):
+            fault = find_fault(row, QUESTION_ROW)
+            check(not fault, f"{place} is not in SQuAD's form: {fault}; {QUESTION_WANTED}")
+            texts = row["answers"]["text"]
+            starts = row["answers"].get("answer_start") or [None] * len(texts)
+            check(
+                len(texts) == len(starts),
+                f"{place}: answers holds {len(texts)} text and {len(starts)} answer_start",
+            )
+            yield place, row["question"], row["context"], list(zip(texts, starts, strict=True))
+        return
     fault = find_fault(found, SQUAD)
-    check(
-        not fault,
-        f"{path} is not in SQuAD's form: {fault}; wanted data, paragraphs, context, qas, question, "
-        "answers, text, answer_start",
-    )
+    check(not fault, f"{path} is not in SQuAD's form: {fault}; {QUESTION_WANTED}")
     for article in found["data"]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
                 place = f"{path}: question {question.get('id', question['question'])}"
-                answers = [a for a in question["answers"] if a["text"].strip()]
-                if answers:
-                    texts = [question["question"], paragraph["context"]]
-                    answers = [(a["text"], a.get("answer_start")) for a in answers]
-                    yield Example(place, texts, answers)
-                else:
-                    unanswered += 1
-    if unanswered:
-        print(f"note: {path}: {unanswered} questions without an answer are left out")
+                answers = [(a["text"], a.get("answer_start")) for a in question["answers"]]
+                yield place, question["question"], paragraph["context"], answers

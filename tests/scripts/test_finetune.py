@@ -862,6 +862,20 @@ def test_an_answer_without_text_is_none(tmp_path) -> None:
         read_examples(path, "qa", {})
 
 
+ROW = '{"id": "7", "question": "x", "context": "a b", "answers": {"text": %s, "answer_start": %s}}'
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "array.json"])
+def test_questions_may_be_rows_as_datasets_writes_them(name, tmp_path, capsys) -> None:
+    rows = [ROW % ('["b", "a"]', "[2, 0]"), ROW % ("[]", "[]"), ROW % ('["b"]', "null")]
+    text = f"[{', '.join(rows)}]" if name == "array.json" else "\n".join(rows) + "\n"
+    (tmp_path / name).write_text(text)
+    found = read_examples(tmp_path / name, "qa", {})
+    assert [one.texts for one in found] == [["x", "a b"]] * 2
+    assert [one.label for one in found] == [[("b", 2), ("a", 0)], [("b", None)]]
+    assert "1 questions without an answer are left out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("task", "name", "text", "columns", "wanted"),
     [
@@ -961,6 +975,7 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("tagging", "a.tsv", "sentence\tlabel\nx\t1\n", r"a.tsv:1 names columns; wanted a word"),
         ("tagging", "a.conll", "x\tO\ny\n", r"a.conll:2: wanted a word, a tab and a tag"),
         ("tagging", "a.conll", "x\tO\ny\t\n", r"a.conll:2: wanted a word, a tab and a tag"),
+        ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": [3]}', r"1: tags are numbers; wanted"),
         ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
         ("tagging", "a.jsonl", '{"tokens": [], "tags": []}', r"a.jsonl holds no examples"),
         ("tagging", "a.tsv", "1\tx\n2\ty\n3\tz\n", r"a.tsv:1: the words are num.* 1 to 3"),
@@ -972,6 +987,10 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("qa", "a.json", SQUAD % ("{}", '"y"'), r"SQuAD.*context is {}"),
         ("qa", "a.json", "[" * 100_000, r"a.json is not JSON: .* too deep"),
         ("qa", "a.json", '{"data":\n', r"a.json is not JSON.*line 2"),
+        ("qa", "a.json", ROW % ("[]", "[]") + "\n{\n", r"a.json:2 is not JSON"),
+        ("qa", "a.jsonl", ROW % ('["b"]', "[2, 0]"), r"a.jsonl:1: answers holds 1 text and 2 answ"),
+        ("qa", "a.jsonl", ROW % ('"b"', "[2]"), r"a.jsonl:1 is not.*form: answers.text is 'b'; w"),
+        ("qa", "a.jsonl", '{"text": "x"}', r"a.jsonl:1 is not in SQuAD's form: question is null"),
     ],
 )  # fmt: skip
 def test_an_error_names_file_and_line(task, name, text, said, tmp_path) -> None:
