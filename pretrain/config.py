@@ -392,10 +392,13 @@ class Config(DataConfig):
     def validate_length(self, data: PairsConfig) -> None:
         check(
             data.max_seq_length <= self.model.max_position_embeddings,
-            f"data.max_seq_length {data.max_seq_length} exceeds "
-            f"model.max_position_embeddings {self.model.max_position_embeddings}"
-            + f", those of {self.init_from}; lower it, or export that run again with --positions"
-            * bool(self.init_from),
+            f"data.max_seq_length {data.max_seq_length} exceeds model.max_position_embeddings "
+            f"{self.model.max_position_embeddings}"
+            + (
+                f", those of {self.init_from}; lower it, or export that run again with --positions"
+                if self.init_from
+                else "; lower it, or raise model.max_position_embeddings"
+            ),
         )
 
     def validate_start(self) -> None:

@@ -162,9 +162,12 @@ def say_quality(metrics: dict[str, float]) -> str:
 
 
 def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str, float]) -> None:
-    """Print the results of a run, its output files, and how to train further."""
+    """Print the results of a run, its output files, and how to train further.
+
+    evaluation: None stands for a number that was not finite.
+    """
     print(f"done: {step:,} steps; this command trained for {say_duration(seconds)}")
-    print(say_quality(evaluation))
+    print(say_quality({name: value for name, value in evaluation.items() if value is not None}))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {
         run_dir / "export": "the model, for transformers: from_pretrained of this folder",

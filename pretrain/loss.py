@@ -163,9 +163,9 @@ def replaced_token_loss(logits: Tensor, is_replaced: Tensor) -> tuple[Tensor, Te
 def count_scores(logits: Tensor, is_replaced: Tensor) -> Tensor:
     """Count how many tokens score how high, for `metrics.area_under_curve`.
 
-    logits: (T,). is_replaced: bool (T,).
+    logits: (T,), in which a diverged model's NaN counts as 0. is_replaced: bool (T,).
     Returns float64 (2, BINS), of original and of replaced tokens.
     """
-    share = (logits.float() / MOST_LOGIT).clamp(-1, 1) / 2 + 0.5
+    share = (logits.float() / MOST_LOGIT).nan_to_num(0).clamp(-1, 1) / 2 + 0.5
     bins = (share * (BINS - 1)).long() + BINS * is_replaced
     return bins.bincount(minlength=2 * BINS).view(2, BINS).double()

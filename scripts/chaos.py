@@ -206,13 +206,14 @@ class Chaos:
         folder = self.out / f"{kind}-{number}"
         plan = {"point": point, "number": call, "rank": rank, "fault": fault}
         first = self.launch(folder, kind, processes, "first", **plan)
-        went_on = kind == "signal" and goes_on(folder, "first", rank, first)
+        fired = (folder / "first" / f"fired-{rank}").exists()
+        went_on = kind == "signal" and fired and goes_on(folder, "first", rank, first)
         again = self.launch(folder, kind, processes, "second")
         difference = explain(folder, whole)
         return plan | {
             "kind": kind,
             "processes": processes,
-            "fired": (folder / "first" / f"fired-{rank}").exists(),
+            "fired": fired,
             "codes": [first, again],
             "survived": first in codes and again == 0 and not difference and not went_on,
             "difference": difference or "the signal was not obeyed" * went_on,

@@ -146,7 +146,7 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
         ("vocab.size=3", r"vocab.size 3 is not in \[16, 1e6\]"),
         ("vocab.character_coverage=0", r"vocab.character_coverage 0.0 is not in \(0, 1\]"),
         ("data.max_seq_length=7", r"data.max_seq_length 7 is not in \[8, 1e6\]"),
-        ("data.max_seq_length=513", "data.max_seq_length 513 exceeds model.max_position_emb"),
+        ("data.max_seq_length=513", "513 exceeds model.max_position_embeddings 512; lower it"),
         ("data.objective=mlm", "data.objective is 'mlm'; it can be nsp, sop, none"),
         ("data.masked_lm_prob=1", r"data.masked_lm_prob 1.0 is not in \(0, 1\)"),
         ("data.max_predictions_per_seq=-1", "data.max_predictions_per_seq -1 is not in"),

@@ -421,7 +421,8 @@ def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.
     """
     bits = [int(column.max()).bit_length() for column in (*columns, last)]
     room = max(64 - sum(bits), 0)
-    assert sum(bits) <= 64, f"{len(last)} rows are too many to sort at once"
+    if sum(bits) > 64:
+        raise AssertionError(f"{len(last)} rows are too many to sort at once")
     packed = np.zeros(len(last), np.uint64)
     for column, size in zip(columns, bits, strict=False):
         packed = (packed << np.uint64(size)) | column.astype(np.uint64)

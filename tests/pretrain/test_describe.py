@@ -15,6 +15,7 @@ from pretrain import describe
 from pretrain.config import Config, PhaseConfig, phases_of
 from pretrain.describe import (
     TimeLeft,
+    describe_end,
     say_duration,
     say_evaluation,
     say_progress,
@@ -83,6 +84,12 @@ def test_quality_is_told_against_what_needs_no_model() -> None:
     assert "51.9% of the pairs are told right, where always the same answer has 50.0%" in (
         say_quality(metrics)
     )
+
+
+def test_the_end_of_a_run_passes_over_what_was_not_finite(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(describe, "list_checkpoints", lambda folder: [folder / "step-00000008"])
+    describe_end(tmp_path, 8, 1.0, {"eval/mlm_bits_per_byte": 1.5, "eval/minimal_pairs": None})
+    assert "1.500 bits per byte of text\n" in capsys.readouterr().out
 
 
 def test_the_time_left_foresees_longer_sequences(monkeypatch) -> None:

@@ -64,6 +64,14 @@ def test_a_kill_is_survived_and_a_fault_that_never_comes_is_no_survivor(runs: ch
     assert chaos.explain(runs.out / "never", runs.reference("kill", 1)) == ""
 
 
+def test_a_signal_that_never_comes_is_no_survivor(runs: chaos.Chaos, monkeypatch) -> None:
+    others = copy(runs)
+    others.out = runs.out / "unsent"
+    monkeypatch.setattr("random.Random.randint", lambda *_: 9_999)  # more calls than there are
+    (one,) = chaos.run_chaos(others, ["signal"], 1, seed=0)
+    assert not one["fired"] and one["codes"] == [0, 0], one
+
+
 @pytest.mark.slow
 def test_runs_that_are_hit_by_one_fault_after_the_other_end_with_the_same_bits(
     runs: chaos.Chaos,

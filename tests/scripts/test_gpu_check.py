@@ -94,6 +94,21 @@ def test_rows_that_a_kernel_leaves_unwritten_are_found(tmp_path, monkeypatch, wh
     }
 
 
+@pytest.mark.parametrize("factor", [0.7, 1.3, 1.0])
+def test_a_gradient_norm_of_one_shard_alone_is_found(tmp_path, monkeypatch, factor: float) -> None:
+    weights = {3: {"w": torch.zeros(2)}, 6: {"w": torch.ones(2)}}
+    monkeypatch.setattr(gpu_check, "STEPS", 6)
+    monkeypatch.setattr(gpu_check, "train", lambda *_: None)
+    monkeypatch.setattr(gpu_check, "read_weights", lambda _, step: weights[step])
+    norms = {"one": [1.0, 1.2], "DDP": [1.0, 1.2], "FSDP2": [factor, 1.2]}
+    monkeypatch.setattr(gpu_check, "read_norms", lambda folder: norms[folder.name])
+    check = Check(torch.device("cpu"), tmp_path)
+    gpu_check.check_processes(check)
+    wrong = [row["name"] for row in check.rows if row["verdict"] == "WRONG"]
+    of_norm = "FSDP2, 2 processes beside one: difference of the gradient norm"
+    assert wrong == ([] if factor == 1 else [of_norm])
+
+
 def test_a_machine_without_a_card_is_told_so(prepared, tmp_path) -> None:
     words = [str(ROOT / "scripts/gpu_check.py"), "--data", str(prepared / "data")]
     done = fork([*words, "--out", str(tmp_path / "found.json")], CUDA_VISIBLE_DEVICES="")

@@ -284,6 +284,15 @@ def test_the_curve_of_an_evaluation_is_that_of_all_pairs_of_tokens(electra, fill
     assert abs(wanted - 0.5) > 0.01 and row[2] == len(logits)
 
 
+def test_an_electra_that_has_diverged_is_scored(electra, filled) -> None:
+    batch, _, _ = filled
+    for p in electra.eval().layers.parameters():
+        p.data *= 1e30
+    assert electra.replaced_logits(batch).isnan().all()
+    *_, counts = electra.score(batch)
+    assert counts.sum() == len(batch.input_ids)
+
+
 def test_an_electra_with_settled_embeddings_says_the_same(electra, store) -> None:
     batch = batch_of(store, "none")
     with torch.no_grad():
