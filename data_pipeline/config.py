@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.plug_ins import is_file
 from data_pipeline.common.reading import read_utf8
 
@@ -344,12 +344,6 @@ class DataConfig:
         languages = {source.language.split("-")[0] for source in self.corpus.each_source()}
         strips = vocab.lowercase and languages <= WITHOUT_ACCENTS
         return replace(vocab, strip_accents=strips)
-
-
-def check(holds: bool, message: str) -> None:
-    """Raise `UserError` with `message` unless it holds."""
-    if not holds:
-        raise UserError(message)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.streams import Stream, derive_stream
-from data_pipeline.config import DataConfig, PairsConfig, check, check_choice, check_numbers, number
+from data_pipeline.config import DataConfig, PairsConfig, check_choice, check_numbers, number
 from pretrain.families import (
     FAMILIES,
     SHARED,

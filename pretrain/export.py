@@ -15,10 +15,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.common.reading import read_json
-from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 from pretrain.checkpoint import find_fault, load_model, name_not_finite, newest_checkpoint
 from pretrain.config import Config, known_positions, phases_of

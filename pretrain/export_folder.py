@@ -6,10 +6,9 @@ The file `export.json` lists these files with their hashes, so that all else is 
 import os
 from pathlib import Path
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import SHA256, read_json
-from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 from pretrain.checkpoint import FILES as CHECKPOINT_FILES
 from pretrain.models.electra import GENERATOR

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_pipeline.config import check
+from data_pipeline.common.errors import check
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.vocabulary import list_pieces, read_vocabulary
 from pretrain.export_folder import PYTORCH_BIN

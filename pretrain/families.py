@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data_pipeline.common.errors import check
 from data_pipeline.common.reading import read_json
-from data_pipeline.config import check, check_choice
+from data_pipeline.config import check_choice
 
 Tensors = TypeVar("Tensors")
 LAYER_NAMES = {  # after "layers.N." and the name of layer N

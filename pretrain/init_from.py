@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import COUNT, check_regular, read_json, read_utf8
-from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import OTHER_NAMES, Vocabulary, list_pieces
 from pretrain.config import ModelConfig
 from pretrain.families import read_hf_config, read_settings

@@ -17,8 +17,8 @@ import torch
 from accelerate import Accelerator
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.config import check, load_config
+from data_pipeline.common.errors import UserError, check, run_command
+from data_pipeline.config import load_config
 from data_pipeline.sampling.batch_source import BatchSource, count_passes
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore

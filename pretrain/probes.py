@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import softplus
 
-from data_pipeline.config import check
+from data_pipeline.common.errors import check
 from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.vocabulary import Vocabulary

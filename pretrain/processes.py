@@ -23,9 +23,8 @@ from accelerate.utils import (
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore, init_process_group
 
-from data_pipeline.common.errors import UserError, explain
+from data_pipeline.common.errors import UserError, check, explain
 from data_pipeline.common.signals import die_with_launcher
-from data_pipeline.config import check
 from data_pipeline.sampling.batch_source import count_passes
 from pretrain.config import Config, Phase, TrainConfig
 from pretrain.models.cpu import configure_cpu, cpu_supports

@@ -10,10 +10,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.reading import check_regular, read_json
 from data_pipeline.common.system import machine_memory
-from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import name_not_finite
 from pretrain.config import ModelConfig

@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from data_pipeline.common.errors import run_command
+from data_pipeline.common.errors import check, run_command
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, format_short, render_template
-from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import list_checkpoints, step_of
 from pretrain.config import Config

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from accelerate import Accelerator
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.folders import (
     claim_folder,
     hash_file,
@@ -21,7 +21,6 @@ from data_pipeline.common.folders import (
     open_lock,
     write_file,
 )
-from data_pipeline.config import check
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 from pretrain.checkpoint import (
     find_sound,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.config import check
+from data_pipeline.common.errors import check
 from pretrain.config import Config, Phase, phase_at, phases_of
 from pretrain.describe import TimeLeft
 from pretrain.read_run import read_run_config

@@ -14,12 +14,12 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast
 from omegaconf import OmegaConf
 
-from data_pipeline.common.errors import UserError, red
+from data_pipeline.common.errors import UserError, check, red
 from data_pipeline.common.folders import check_space, write_file
 from data_pipeline.common.reading import read_json
 from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
-from data_pipeline.config import PROBES_FILE, check
+from data_pipeline.config import PROBES_FILE
 from data_pipeline.sampling.batch_source import BatchSource, largest_pass
 from data_pipeline.sampling.manifest import held_out_shortfall, list_other_settings
 from data_pipeline.sampling.soundness import check_data

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from data_pipeline.config import check
+from data_pipeline.common.errors import check
 
 
 def asks_for_shards() -> bool:

@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from data_pipeline.common.errors import Stopped
+from data_pipeline.common.errors import Stopped, check
 from data_pipeline.common.signals import hold_signals, launcher_patience
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import progress_bar
-from data_pipeline.config import check
 from data_pipeline.sampling.batch_source import BatchSource, prefetch
 from data_pipeline.sampling.batches import Batch, send
 from pretrain.agreement import agree_on_signal, agree_on_step, explain_difference, read_step

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.common.system import progress_bar
-from data_pipeline.config import check
 from pretrain.families import longest_sequence
 from pretrain.read_export import check_ids, load_encoder, load_pretrained, name_export, unusable
 

@@ -42,11 +42,10 @@ from finetune_train import (
 from finetune_words import STRENGTHS, fit_words, vectorize
 from transformers import AutoTokenizer
 
-from data_pipeline.common.errors import run_command
+from data_pipeline.common.errors import check, run_command
 from data_pipeline.common.folders import check_writable, hash_file, write_file
 from data_pipeline.common.reading import read_json
 from data_pipeline.common.system import progress_bar
-from data_pipeline.config import check
 from pretrain.families import longest_sequence, read_settings
 from pretrain.model_card import project_version
 from pretrain.models.cpu import configure_cpu

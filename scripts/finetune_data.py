@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.reading import check_regular, find_delimiter, find_fault, parse_json
-from data_pipeline.config import check
 
 # What a task reads -> the names that its column may have, if --columns gives none.
 COLUMNS = {

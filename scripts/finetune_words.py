@@ -7,7 +7,7 @@ from finetune_data import Example
 from finetune_tasks import Task
 from finetune_train import Run
 
-from data_pipeline.config import check
+from data_pipeline.common.errors import check
 
 STRENGTHS = (0.1, 1.0, 10.0, 100.0)  # of C, the inverse of the penalty
 

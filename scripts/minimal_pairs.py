@@ -11,10 +11,9 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
-from data_pipeline.common.errors import run_command
+from data_pipeline.common.errors import check, run_command
 from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.common.system import progress_bar
-from data_pipeline.config import check
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.models.cpu import configure_cpu

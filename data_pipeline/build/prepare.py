@@ -14,7 +14,7 @@ from data_pipeline.build.identity import key_of_schema_1, list_differences
 from data_pipeline.build.sentences import sentence_splitter
 from data_pipeline.build.stages import STAGES, Plan, Stage, Work, encode_probes, is_work
 from data_pipeline.build.workers import run_tasks
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.folders import (
     check_space,
     claim_folder,
@@ -24,7 +24,7 @@ from data_pipeline.common.folders import (
     size_of,
 )
 from data_pipeline.common.system import count_cpus, progress_bar
-from data_pipeline.config import PROBES_FILE, DataConfig, check
+from data_pipeline.config import PROBES_FILE, DataConfig
 from data_pipeline.corpus.selection import count_bytes
 from data_pipeline.sampling.manifest import read_manifest
 from data_pipeline.sampling.soundness import CHECKED_FILE, SPLITS

@@ -5,10 +5,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.reading import parse_json, read_utf8
-from data_pipeline.config import PROBES_FILE, ProbesConfig, check
+from data_pipeline.config import PROBES_FILE, ProbesConfig
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer
 

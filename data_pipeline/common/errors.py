@@ -11,6 +11,12 @@ class UserError(Exception):
     """An error that the user can correct: says what was found, what was expected, what to do."""
 
 
+def check(holds: bool, message: str) -> None:
+    """Raise `UserError` with `message` unless it holds."""
+    if not holds:
+        raise UserError(message)
+
+
 class Stopped(BaseException):
     """A signal that has stopped the work: says where, and how to go on; "" if another rank says it.
 

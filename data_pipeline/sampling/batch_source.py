@@ -27,9 +27,10 @@ from math import ceil
 
 import numpy as np
 
+from data_pipeline.common.errors import check
 from data_pipeline.common.streams import Stream, derive_stream, random_u64
 from data_pipeline.common.system import start_thread
-from data_pipeline.config import PairsConfig, check
+from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batches import Batch, build_batch
 from data_pipeline.sampling.pairs import (
     PAIR,

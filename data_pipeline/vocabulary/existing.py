@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
-from data_pipeline.common.errors import UserError, is_fault
+from data_pipeline.common.errors import UserError, check, is_fault
 from data_pipeline.common.reading import COUNT, read_json, read_utf8
-from data_pipeline.config import VocabConfig, check
+from data_pipeline.config import VocabConfig
 from data_pipeline.sampling.vocabulary import SPECIAL_TOKENS, Vocabulary, list_pieces
 from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,

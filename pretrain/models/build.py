@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from data_pipeline.config import check
+from data_pipeline.common.errors import check
 from pretrain.config import ModelConfig
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.electra import Electra
