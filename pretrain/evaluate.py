@@ -1,20 +1,22 @@
 """Evaluate the model on held-out documents, always with the same pairs and masks."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from data_pipeline.common.errors import UserError
+from data_pipeline.common.arrays import ranges
+from data_pipeline.common.errors import UserError, red
 from data_pipeline.config import PairsConfig
-from data_pipeline.sampling.baselines import ranges
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain.agreement import agree_on_signal, turns
+from pretrain.config import Config, Phase
 from pretrain.loss import BINS
 from pretrain.metrics import area_under_curve, to_metrics
 from pretrain.models.bert import PretrainingModel
@@ -177,3 +179,43 @@ def name_length(metrics: dict[str, float], length: int) -> dict[str, float]:
     by it: `eval/mlm_loss_at_512`."""
     kept = ("eval/mlm_loss", "eval/mlm_accuracy", "eval/nsp_accuracy", "eval/rtd_auc")
     return {f"{name}_at_{length}": metrics[name] for name in kept if name in metrics}
+
+
+def build_held_out(
+    config: Config, phases: list[Phase], store: TokenStore, accelerator: Accelerator
+) -> dict[tuple[int, bool], HeldOut]:
+    """Build the held-out batches at `data.max_seq_length` and at the other lengths of the phases.
+
+    Masks are those that `data` asks for, at most as many a sequence as a phase of its length has.
+    A phase of single segments alone is judged by such, and any other by pairs.
+
+    Returns (length, of single segments?) -> batches, about as many tokens at each length, without
+    those lengths for which the held-out split gives no pairs; a warning says so.
+    """
+    if not store.manifest["held_out"]["documents"]:
+        return {}  # `open_token_store` has warned
+    settings, base, found = config.train, config.data.max_seq_length, {}
+    every = [*(phase.data for phase in phases), config.data]  # of one length the last counts
+    most = {data.max_seq_length: data.max_predictions_per_seq for data in every}
+    for length, single in sorted({key for phase in phases for key in judged_by(config, phase)}):
+        asked = replace(config.data, max_seq_length=length, max_predictions_per_seq=most[length])
+        objective = "none" if single else config.data.objective
+        try:
+            found[length, single] = HeldOut(
+                Path(config.data_dir) / "store",
+                store,
+                replace(asked, objective=objective, single_segment_prob=0.0),
+                max(settings.eval_examples * base // length, 1),
+                max(settings.micro_batch_size * base // length, 1),
+                accelerator,
+            )
+        except UserError as error:
+            by = " by single segments" * single
+            accelerator.print(red(f"warning: no evaluation at length {length}{by}: {error}"))
+    return found
+
+
+def judged_by(config: Config, phase: Phase) -> set[tuple[int, bool]]:
+    """List the keys of `build_held_out` that an evaluation in a phase uses."""
+    single = phase.data.single_segment_prob == 1
+    return {(length, single) for length in (config.data.max_seq_length, phase.data.max_seq_length)}

@@ -16,6 +16,7 @@ import numpy as np
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
 from pretrain.config import Config, ModelConfig, PhaseConfig, TrainConfig, phases_of
+from pretrain.families import SETTINGS, SHARED
 from pretrain.optim import learning_rate
 
 SCHEMA = 5
@@ -26,25 +27,7 @@ OTHERS = {  # what is said of hashes that differ
     "vocab_sha256": "the vocabulary is another (vocab_sha256)",
     "init_from_sha256": "init_from is another folder, or has other weights (init_from_sha256)",
 }
-MODEL = (
-    "architecture",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "initializer_range",
-    "layer_norm_eps",
-    "pad_token_id",
-    "position_embedding_type",
-    "embedding_size",
-    "num_hidden_groups",
-    "generator_size",
-)
+MODEL = ("architecture", *SETTINGS, *SHARED, "generator_size")
 DATA = ("objective", "masking", "mask_replace_prob", "random_replace_prob")
 TRAIN = (
     "optimizer",

@@ -1,5 +1,5 @@
-"""Learning-rate schedules, the LAMB and Muon optimizers, and the assignment of parameters to
-optimizers."""
+"""Learning-rate schedules, the LAMB and Muon optimizers, the assignment of parameters to
+optimizers, and their update."""
 
 from functools import partial
 from math import cos, pi
@@ -172,3 +172,33 @@ def build_optimizers(
     betas = (train.adam_beta1, train.adam_beta2)
     optimizers.append(rest(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon))
     return optimizers
+
+
+def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Free all gradients."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def update(
+    optimizers: list[torch.optim.Optimizer], rate: float, found: torch.Tensor | None = None
+) -> None:
+    """Update the parameters at learning rate `rate`, unless the gradient norm is not finite.
+
+    found: of `agree_on_step`; the norm is its first number. On a GPU, AdamW looks at it there: the
+    host goes on without waiting for it. For the others the host waits, before the update.
+    """
+    if found is not None and skips_there(optimizers, found.device.type):
+        for optimizer in optimizers:  # as torch's gradient scaler tells it
+            optimizer.found_inf = found[0].isfinite().logical_not().float()
+    elif found is not None and not found[0].isfinite():
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+
+def skips_there(optimizers: list[torch.optim.Optimizer], device: str) -> bool:
+    """Tell whether the optimizers can skip an update by themselves, as fused AdamW does."""
+    return device != "cpu" and all(isinstance(one, torch.optim.AdamW) for one in optimizers)

@@ -32,10 +32,9 @@ from pretrain.metrics import PEAK_FLOPS
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.build import count_weights
 from pretrain.models.cpu import TOKEN_MULTIPLE, fill_rows
-from pretrain.optim import build_optimizers
+from pretrain.optim import build_optimizers, update, zero_gradients
 from pretrain.processes import build_accelerator, is_compiled, matrix_dtype
 from pretrain.run_setup import build_model, build_sources, fingerprint_run, open_token_store
-from pretrain.train import update, zero_gradients
 
 SECONDS, SAMPLE = 10, 256  # length of the trial; sequences to count FLOPs in
 GROWTH = 4  # of the number of sequences from one step of the trial to the next

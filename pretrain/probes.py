@@ -11,17 +11,25 @@ arXiv:1910.14659):
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import softplus
 
+from data_pipeline.common.arrays import ranges
 from data_pipeline.common.errors import check
-from data_pipeline.sampling.baselines import ranges
+from data_pipeline.common.reading import read_json
+from data_pipeline.config import PROBES_FILE
+from data_pipeline.sampling.batch_source import largest_pass
 from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain.agreement import agree_on_signal, turns
+from pretrain.config import Config, phases_of
+from pretrain.evaluate import sample_counts
 from pretrain.models.bert import PretrainingModel
 
 PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 17}  # tokens of a pass; no speed is left in more
@@ -289,3 +297,35 @@ class Probes:
         found = fill_masks(model, self.sentences, self.vocabulary, accelerator)
         both = zip(self.texts, found, strict=True)
         return {"fillings": [{"sentence": text, "masks": masks} for text, masks in both]}
+
+
+def build_probes(config: Config, store: TokenStore, longest: int, world_size: int) -> Probes | None:
+    """Read the probes that preparation has encoded; None if `eval.probes` is empty.
+
+    longest: tokens of a sequence, for which the model will have learned positions.
+    Raises `UserError` if they are missing, encode another config or vocabulary, or are too long.
+    """
+    settings = config.eval.probes
+    if not (settings.minimal_pairs or settings.sentences):
+        return None
+    path = Path(config.data_dir) / PROBES_FILE
+    ids = [[range(len(store.vocabulary))]]
+    shape = {"settings": dict, "vocab_sha256": str, "paradigms": [[str]]}
+    shape |= {"good": ids, "bad": ids, "sentences": ids}
+    advice = "encode eval.probes with python -m data_pipeline CONFIG"
+    found = read_json(path, shape, advice) if path.exists() else {}
+    expected = {"settings": asdict(settings), "vocab_sha256": store.vocabulary.sha256}
+    check(
+        found
+        and expected.items() <= found.items()
+        and len(found["good"]) == len(found["bad"]) == len(found["paradigms"])
+        and all(len(names) == 3 for names in found["paradigms"]),
+        f"{path} {'was made from other probes or another vocabulary' if found else 'is missing'}; "
+        + advice,
+    )
+    most_tokens = max(
+        largest_pass(p.train.global_batch_size, p.train.micro_batch_size, world_size)
+        * p.data.max_seq_length
+        for p in phases_of(config)
+    )
+    return Probes(found, store.vocabulary, sample_counts(store), longest, most_tokens)

@@ -4,7 +4,7 @@ resume from."""
 import os
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import TextIO
@@ -14,13 +14,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast
 from omegaconf import OmegaConf
 
-from data_pipeline.common.errors import UserError, check, red
+from data_pipeline.common.errors import check, red
 from data_pipeline.common.folders import check_space, write_file
-from data_pipeline.common.reading import read_json
 from data_pipeline.common.signals import received_signal
 from data_pipeline.common.system import machine_memory
-from data_pipeline.config import PROBES_FILE
-from data_pipeline.sampling.batch_source import BatchSource, largest_pass
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.manifest import held_out_shortfall, list_other_settings
 from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
@@ -28,7 +26,7 @@ from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import load_model, load_optimizers
 from pretrain.config import Config, Phase, count_kept, known_positions, phases_of, trained_positions
 from pretrain.describe import describe_start
-from pretrain.evaluate import HeldOut, sample_counts
+from pretrain.evaluate import HeldOut, build_held_out, sample_counts
 from pretrain.export_folder import check_export_folder
 from pretrain.fingerprint import build_fingerprint
 from pretrain.init_from import hash_weights, start_from
@@ -36,7 +34,7 @@ from pretrain.models.bert import PretrainingModel
 from pretrain.models.build import check_memory, model_of
 from pretrain.models.cpu import return_freed_memory
 from pretrain.optim import build_optimizers
-from pretrain.probes import Probes
+from pretrain.probes import Probes, build_probes
 from pretrain.processes import (
     build_accelerator,
     call_on_all,
@@ -288,75 +286,3 @@ def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator)
     hashes = store.vocabulary.sha256, store.manifest["data_sha256"]
     folder = config.init_from and Path(config.init_from).expanduser()
     return build_fingerprint(config, *hashes, precision, folder and hash_weights(folder))
-
-
-def build_held_out(
-    config: Config, phases: list[Phase], store: TokenStore, accelerator: Accelerator
-) -> dict[tuple[int, bool], HeldOut]:
-    """Build the held-out batches at `data.max_seq_length` and at the other lengths of the phases.
-
-    Masks are those that `data` asks for, at most as many a sequence as a phase of its length has.
-    A phase of single segments alone is judged by such, and any other by pairs.
-
-    Returns (length, of single segments?) -> batches, about as many tokens at each length, without
-    those lengths for which the held-out split gives no pairs; a warning says so.
-    """
-    if not store.manifest["held_out"]["documents"]:
-        return {}  # `open_token_store` has warned
-    settings, base, found = config.train, config.data.max_seq_length, {}
-    every = [*(phase.data for phase in phases), config.data]  # of one length the last counts
-    most = {data.max_seq_length: data.max_predictions_per_seq for data in every}
-    for length, single in sorted({key for phase in phases for key in judged_by(config, phase)}):
-        asked = replace(config.data, max_seq_length=length, max_predictions_per_seq=most[length])
-        objective = "none" if single else config.data.objective
-        try:
-            found[length, single] = HeldOut(
-                Path(config.data_dir) / "store",
-                store,
-                replace(asked, objective=objective, single_segment_prob=0.0),
-                max(settings.eval_examples * base // length, 1),
-                max(settings.micro_batch_size * base // length, 1),
-                accelerator,
-            )
-        except UserError as error:
-            by = " by single segments" * single
-            accelerator.print(red(f"warning: no evaluation at length {length}{by}: {error}"))
-    return found
-
-
-def judged_by(config: Config, phase: Phase) -> set[tuple[int, bool]]:
-    """List the keys of `build_held_out` that an evaluation in a phase uses."""
-    single = phase.data.single_segment_prob == 1
-    return {(length, single) for length in (config.data.max_seq_length, phase.data.max_seq_length)}
-
-
-def build_probes(config: Config, store: TokenStore, longest: int, world_size: int) -> Probes | None:
-    """Read the probes that preparation has encoded; None if `eval.probes` is empty.
-
-    longest: tokens of a sequence, for which the model will have learned positions.
-    Raises `UserError` if they are missing, encode another config or vocabulary, or are too long.
-    """
-    settings = config.eval.probes
-    if not (settings.minimal_pairs or settings.sentences):
-        return None
-    path = Path(config.data_dir) / PROBES_FILE
-    ids = [[range(len(store.vocabulary))]]
-    shape = {"settings": dict, "vocab_sha256": str, "paradigms": [[str]]}
-    shape |= {"good": ids, "bad": ids, "sentences": ids}
-    advice = "encode eval.probes with python -m data_pipeline CONFIG"
-    found = read_json(path, shape, advice) if path.exists() else {}
-    expected = {"settings": asdict(settings), "vocab_sha256": store.vocabulary.sha256}
-    check(
-        found
-        and expected.items() <= found.items()
-        and len(found["good"]) == len(found["bad"]) == len(found["paradigms"])
-        and all(len(names) == 3 for names in found["paradigms"]),
-        f"{path} {'was made from other probes or another vocabulary' if found else 'is missing'}; "
-        + advice,
-    )
-    most_tokens = max(
-        largest_pass(p.train.global_batch_size, p.train.micro_batch_size, world_size)
-        * p.data.max_seq_length
-        for p in phases_of(config)
-    )
-    return Probes(found, store.vocabulary, sample_counts(store), longest, most_tokens)

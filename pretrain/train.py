@@ -49,18 +49,18 @@ from pretrain.describe import (
     say_evaluation,
     say_progress,
 )
-from pretrain.evaluate import evaluate, name_length, sample_counts
+from pretrain.evaluate import evaluate, judged_by, name_length, sample_counts
 from pretrain.export import export_checkpoint
 from pretrain.memory import explain_out_of_memory, preallocate_memory
 from pretrain.metrics import Clock, compiled_graphs, peak_flops, to_metrics
 from pretrain.models.bert import PretrainingModel, continue_positions
 from pretrain.monitor import SPIKE_STEPS, Monitor
 from pretrain.objectives import ROW
-from pretrain.optim import learning_rate
+from pretrain.optim import learning_rate, update, zero_gradients
 from pretrain.processes import share_from_main, stop_all
 from pretrain.report import refresh_report
 from pretrain.run_folder import release_lock
-from pretrain.run_setup import Run, judged_by, set_up
+from pretrain.run_setup import Run, set_up
 from pretrain.sampled_softmax import sample_start
 from pretrain.sharding import clip_gradients, no_sync, shard_like, unshard
 from pretrain.tracking import Tracker
@@ -481,33 +481,3 @@ def drop_pair_gradients(model: PretrainingModel, phase: Phase) -> None:
     if phase.data.single_segment_prob == 1 and model.nsp:
         for head in (model.pooler, model.nsp):
             head.zero_grad()
-
-
-def zero_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Free all gradients."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-
-
-def update(
-    optimizers: list[torch.optim.Optimizer], rate: float, found: torch.Tensor | None = None
-) -> None:
-    """Update the parameters at learning rate `rate`, unless the gradient norm is not finite.
-
-    found: of `agree_on_step`; the norm is its first number. On a GPU, AdamW looks at it there: the
-    host goes on without waiting for it. For the others the host waits, before the update.
-    """
-    if found is not None and skips_there(optimizers, found.device.type):
-        for optimizer in optimizers:  # as torch's gradient scaler tells it
-            optimizer.found_inf = found[0].isfinite().logical_not().float()
-    elif found is not None and not found[0].isfinite():
-        return
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-
-
-def skips_there(optimizers: list[torch.optim.Optimizer], device: str) -> bool:
-    """Tell whether the optimizers can skip an update by themselves, as fused AdamW does."""
-    return device != "cpu" and all(isinstance(one, torch.optim.AdamW) for one in optimizers)

@@ -33,8 +33,7 @@ from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import peak_flops
 from pretrain.models.bert import PretrainingModel
-from pretrain.optim import build_optimizers
-from pretrain.train import update, zero_gradients
+from pretrain.optim import build_optimizers, update, zero_gradients
 
 SIZES = {  # fields of the section `model`
     name: {"num_hidden_layers": n, "hidden_size": d, "num_attention_heads": d // 64}

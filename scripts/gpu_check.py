@@ -53,9 +53,8 @@ from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import compiled_graphs, peak_flops
 from pretrain.models.attention import attend, attend_padded
 from pretrain.models.bert import PretrainingModel
-from pretrain.optim import build_optimizers
+from pretrain.optim import build_optimizers, update, zero_gradients
 from pretrain.sharding import clip_gradients
-from pretrain.train import update, zero_gradients
 
 VOCABULARY = 500
 LENGTHS = (1, 7, 128, 129, 300, 512, 64, 33)  # below, at and above what the kernel works in

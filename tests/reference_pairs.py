@@ -11,7 +11,8 @@ import random
 import numpy as np
 
 from data_pipeline.sampling.batches import Batch
-from data_pipeline.sampling.pairs import BUCKET, RUN
+from data_pipeline.sampling.exchange import BUCKET
+from data_pipeline.sampling.pairs import RUN
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary
 

@@ -50,11 +50,11 @@ from pretrain.fingerprint import read_fingerprint
 from pretrain.init_from import hash_weights, start_from
 from pretrain.models.bert import PretrainingModel
 from pretrain.objectives import objectives_of
+from pretrain.probes import build_probes
 from pretrain.read_export import load_export
 from pretrain.read_run import read_run_config, read_run_state
 from pretrain.report import render_runs
 from pretrain.run_record import RunRecord
-from pretrain.run_setup import build_probes
 from pretrain.train import train
 
 sys.path.insert(0, str(ROOT / "scripts"))

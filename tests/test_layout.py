@@ -16,7 +16,8 @@ FLOORS = [
     ("data_pipeline", "config"),
     (
         "data_pipeline.sampling",
-        "manifest vocabulary token_store soundness pairs masking batches batch_source baselines",
+        "manifest vocabulary token_store soundness exchange pairs masking batches batch_source "
+        "baselines",
     ),
     ("data_pipeline.corpus", "python_docs files readers sources selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),

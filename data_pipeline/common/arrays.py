@@ -1,13 +1,24 @@
-"""Write arrays to disk so that a full disk is an error with its name.
+"""What several stages do with arrays: list ranges, mark runs, and write them to disk.
 
-Not by `ndarray.tofile` or `np.save`, whose error on a short write has no number, and not through a
-memory map, where a full disk ends the process by SIGBUS.
+A full disk is an error with its name. It would be without a number from `ndarray.tofile` and
+`np.save`, and end the process by SIGBUS through a memory map.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+
+
+def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """List the integers of all ranges [start, end), one range after another: int64."""
+    sizes = ends - starts
+    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+
+
+def run_starts(*columns: np.ndarray) -> np.ndarray:
+    """Mark the rows that differ from the row before in any column: bool (n,)."""
+    return np.logical_or.reduce([np.diff(c, prepend=c[:1] - 1) != 0 for c in columns])
 
 
 def write_array(

@@ -53,6 +53,11 @@ def random_u64(stream: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarr
     return mix(np.multiply(counters.astype(np.uint64) + np.uint64(1), GOLDEN) + stream)
 
 
+def random_unit(stream: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """Return the same draws as numbers in [0, 1): float64."""
+    return (random_u64(stream, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def random_below(draw: np.ndarray, limit: np.ndarray | int) -> np.ndarray:
     """Map uniform uint64 to int64 in [0, limit), limit < 2**32, with a bias below limit / 2**32."""
     return (

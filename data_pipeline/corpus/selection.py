@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.common.arrays import append_array, save_array
+from data_pipeline.common.arrays import append_array, run_starts, save_array
 from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
 from data_pipeline.corpus.files import compression
@@ -183,7 +183,8 @@ def find_earlier(hashed: list[Path], out: Path, order: list[int], n_whole: int) 
             n = 1 + sum(path.stat().st_size for path in files) // (8 * MERGED)
             bounds = [i * ALL // n for i in range(n)] + [ALL]
             for low, high in pairwise(bounds):  # about `MERGED` hashes each
-                parts = [distinct(between(np.load(f, mmap_mode="r"), low, high)) for f in files]
+                some = (between(np.load(f, mmap_mode="r"), low, high) for f in files)
+                parts = [part[run_starts(part)] for part in some]  # copies: one file open at a time
                 first = n_whole if kind == "paragraphs" else len(order)
                 found = in_earlier([parts[i] for i in order], first)
                 for i, earlier in zip(order, found, strict=True):
@@ -198,10 +199,6 @@ def between(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
     return hashes[start:end]
 
 
-def distinct(hashes: np.ndarray) -> np.ndarray:
-    return hashes[np.diff(hashes, prepend=hashes[:1] + np.uint64(1)) != 0]
-
-
 def in_earlier(parts: list[np.ndarray], n: int) -> list[np.ndarray]:
     """Select from each array of distinct hashes those that occur in an array before it, among the
     first `n`."""
@@ -209,7 +206,7 @@ def in_earlier(parts: list[np.ndarray], n: int) -> list[np.ndarray]:
     together = np.concatenate(parts)
     order = np.argsort(together, kind="stable")  # equal hashes stay in the order of arrays
     ordered = together[order]
-    is_first = np.diff(ordered, prepend=ordered[:1] + np.uint64(1)) != 0  # of equal ones
+    is_first = run_starts(ordered)  # of equal ones
     counts = order[is_first] < sum(map(len, parts[:n]))  # does that one lie in the first arrays?
     found = np.zeros(len(together), bool)
     found[order] = ~is_first & counts[np.cumsum(is_first) - 1]

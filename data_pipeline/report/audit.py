@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tokenizers import decoders
 
+from data_pipeline.common.arrays import ranges
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.baselines import (
     accuracy,
     half_of,
-    ranges,
     share_of_words,
     unigram_entropy,
 )
@@ -72,7 +72,7 @@ def spell(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
 
 def audit_corpus(store: TokenStore) -> dict:
     """Measure the lengths of documents and sentences, and describe the longest documents."""
-    starts = store.sentence_offsets[store.document_offsets]
+    starts = store.document_starts
     sizes, sentences = np.diff(starts), np.diff(store.document_offsets)
     longest = np.argsort(-sizes, kind="stable")[:10].tolist()
 
@@ -329,7 +329,7 @@ def audit_rule(store: TokenStore, epoch: np.ndarray, sequences: Sequence[np.ndar
 
     epoch: `PAIR` array, in random order. sequences: the array arguments of `audit_masks`.
     """
-    starts = store.sentence_offsets[store.document_offsets]
+    starts = store.document_starts
     pairs = epoch[epoch["label"] != NO_PAIR]
 
     def document_of(positions: np.ndarray) -> np.ndarray:

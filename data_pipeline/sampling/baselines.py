@@ -6,16 +6,11 @@ chance: a sampler whose labels show in them would teach the model nothing else.
 
 import numpy as np
 
+from data_pipeline.common.arrays import ranges
 from data_pipeline.common.streams import derive_stream, random_u64
 from data_pipeline.sampling.token_store import TokenStore
 
 BLOCK = 4096  # pairs to process at once
-
-
-def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """List the integers of all ranges [start, end), one range after another: int64."""
-    sizes = ends - starts
-    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
 
 
 def half_of(document: np.ndarray) -> np.ndarray:
@@ -102,7 +97,7 @@ def accuracy_by(features: list[np.ndarray], store: TokenStore, pairs: np.ndarray
     Fits the best guess on the pairs of one half of the documents, measures it on the other half,
     and averages over both directions.
     """
-    starts = store.sentence_offsets[store.document_offsets]
+    starts = store.document_starts
     half = half_of(np.searchsorted(starts, pairs["a_start"], side="right"))
     label = pairs["label"].astype(bool)
     if half.all():  # one pair

@@ -219,7 +219,7 @@ def count_pair_parts(store: TokenStore, objective: str) -> int:
     """
     n_parts = count_parts(len(store))
     if objective == "nsp" and n_parts > 1:
-        longest = int(np.diff(store.sentence_offsets[store.document_offsets]).max())
+        longest = int(np.diff(store.document_starts).max())
         n_parts = max(1, min(n_parts, len(store) // (4 * longest)))
     return n_parts
 

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from data_pipeline.common.arrays import ranges
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.masking import SPANS, choose_words, replace_tokens, starts_span
 from data_pipeline.sampling.token_store import TokenStore
@@ -280,8 +281,7 @@ def mask_words(
         words.sequence, words.length, streams, data.masked_lm_prob, data.max_predictions_per_seq
     )
     size, sequence = words.length[chosen], words.sequence[chosen]
-    masked = np.repeat(words.start[chosen] - (np.cumsum(size) - size), size)
-    masked += np.arange(len(masked))
+    masked = ranges(words.start[chosen], words.start[chosen] + size)
     sequence = np.repeat(sequence, size)
     if data.masking == "span":
         unit = np.repeat(chosen, size) - words.first[sequence]

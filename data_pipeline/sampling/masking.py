@@ -12,7 +12,7 @@ in random order, skip those that exceed the budget) masks 16 % of short words an
 
 import numpy as np
 
-from data_pipeline.common.streams import random_below, random_u64
+from data_pipeline.common.streams import random_below, random_u64, random_unit
 
 HIGH24, LOW20 = np.uint64(0xFFFFFF << 40), np.uint64(0xFFFFF)
 SPANS = {  # value of data.masking -> how frequent spans of 1, 2, ... words are
@@ -68,7 +68,7 @@ def choose_words(
     length = (packed & LOW20).astype(np.int64)
     after = np.cumsum(length, 1)
     circle = after[:, -1:]
-    turn = (random_u64(streams, np.zeros(1)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    turn = random_unit(streams, np.zeros(1))
     position = after - length + turn[:, None] * circle
     position -= circle * (position >= circle)
     chosen = (position < masked_lm_prob * circle) & is_word
@@ -94,9 +94,9 @@ def starts_span(segment: np.ndarray, streams: np.ndarray, shares: np.ndarray) ->
     numbers = np.arange(len(segment))
     first = np.searchsorted(segment, segment)  # first word of each word's segment
     counter = (segment % 2 + 1) * (1 << 40) + numbers - first
-    draw = random_u64(streams[segment // 2], counter) >> np.uint64(11)
+    draw = random_unit(streams[segment // 2], counter)
     weight = np.cumsum(shares)
-    length = 1 + np.searchsorted(weight[:-1] / weight[-1], draw * 2.0**-53, side="right")
+    length = 1 + np.searchsorted(weight[:-1] / weight[-1], draw, side="right")
     before = np.cumsum(length) - length
     start = first + before - before[first]
     inside = start < np.searchsorted(segment, segment, side="right")
@@ -124,7 +124,7 @@ def replace_tokens(
     mask_share, random_share: fractions of units that become [MASK] or random tokens; the rest stay
     unchanged.
     """
-    fate = (random_u64(~stream, unit) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    fate = random_unit(~stream, unit)
     out = np.where(fate < mask_share, mask_id, labels)
     starts = np.append(True, (unit[1:] != unit[:-1]) | (stream[1:] != stream[:-1]))
     place = np.arange(len(unit))

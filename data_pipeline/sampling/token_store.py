@@ -91,6 +91,11 @@ class TokenStore:
         return len(self.document_offsets) - 1
 
     @property
+    def document_starts(self) -> np.ndarray:
+        """First token of each document, and the end of the last one: int64 (documents + 1,)."""
+        return self.sentence_offsets[self.document_offsets]
+
+    @property
     def dtype(self) -> np.dtype:
         return self.tokens.dtype
 
@@ -165,6 +170,10 @@ class StoreView:
         ends = np.cumsum(tokens[:, 1] - tokens[:, 0])
         self.run_starts = np.append(0, ends[:-1])
         self.shift = tokens[:, 0] - self.run_starts  # from view to store
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        return self.sentence_offsets[self.document_offsets]
 
     def in_store(self, positions: np.ndarray) -> np.ndarray:
         """Convert positions in the view to positions in the store: int64 (n,)."""

@@ -19,11 +19,11 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
+from data_pipeline.common.arrays import run_starts
 from data_pipeline.common.errors import UserError, is_fault
 from data_pipeline.common.plug_ins import load_plug_in
 from data_pipeline.common.reading import clip
 from data_pipeline.common.streams import GOLDEN, mix
-from data_pipeline.sampling.pairs import run_starts
 
 END = b"\0"  # end of a sentence; not in any word, because control characters were removed
 CUT, CUT_MARK = "\ud800", b"\1"  # between words of a segmenter, before and after the table

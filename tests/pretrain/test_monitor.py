@@ -56,7 +56,7 @@ def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
 def test_a_step_without_a_gradient_leaves_weights_and_optimizer_as_they_were(
     skips_there, prepared: Path, store: TokenStore, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr("pretrain.train.skips_there", lambda *_: skips_there)
+    monkeypatch.setattr("pretrain.optim.skips_there", lambda *_: skips_there)
     every = ("train.save_every=1", "train.keep_checkpoints=12")
     train_here(prepared, tmp_path / "sound", *every)
     plant(monkeypatch, store, 11)

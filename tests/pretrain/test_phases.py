@@ -17,11 +17,11 @@ from data_pipeline.config import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, PhaseConfig, phase_at, phases_of
-from pretrain.evaluate import HeldOut, evaluate
+from pretrain.evaluate import HeldOut, build_held_out, evaluate
 from pretrain.models.bert import continue_positions
 from pretrain.optim import learning_rate
 from pretrain.read_export import load_export
-from pretrain.run_setup import build_held_out, build_sources
+from pretrain.run_setup import build_sources
 from pretrain.train import dropout_seed, read_steps
 
 CONTINUED = "train.phases=[{steps: 8}, {steps: 4, max_seq_length: 128, global_batch_size: 8, "

@@ -151,7 +151,7 @@ def test_the_host_waits_for_a_gpu_once_a_step_however_many_micro_batches(
     monkeypatch.setattr("pretrain.models.layers.attend", attend_padded)  # as on a GPU
     monkeypatch.setattr("pretrain.models.bert.TOKEN_MULTIPLE", 1)
     monkeypatch.setattr("pretrain.models.cpu.Dropout.forward", torch.nn.Dropout.forward)
-    monkeypatch.setattr("pretrain.train.skips_there", lambda *_: optimizer == "adamw")
+    monkeypatch.setattr("pretrain.optim.skips_there", lambda *_: optimizer == "adamw")
     never = (
         f"train.optimizer={optimizer}",
         "train.log_every=100",

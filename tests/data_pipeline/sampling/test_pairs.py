@@ -23,7 +23,8 @@ from reference_pairs import (
 from data_pipeline.common import streams
 from data_pipeline.common.errors import UserError
 from data_pipeline.sampling import pairs as module
-from data_pipeline.sampling.pairs import cut_segments, draw_pairs, exchange_second_segments
+from data_pipeline.sampling.exchange import BUCKET, exchange_second_segments
+from data_pipeline.sampling.pairs import cut_segments, draw_pairs
 
 LENGTHS = [32, 64, 128, 512]
 RULES = {"objective": "nsp", "short_seq_prob": 0.1, "seed": 3, "epoch": 0}
@@ -109,7 +110,7 @@ def test_pairs_of_real_text_are_those_of_the_slow_rules(
     wanted = reference_pairs(
         corpus_of(store),
         max_seq_length=max_seq_length,
-        bucket_size=module.BUCKET,
+        bucket_size=BUCKET,
         run=module.RUN,
         **rules,
     )
@@ -136,7 +137,7 @@ def test_pairs_of_any_corpus_are_those_of_the_slow_rules(
         wanted = reference_pairs(
             [document for document in corpus for _ in range(copies)],
             max_seq_length=max_seq_length,
-            bucket_size=module.BUCKET,
+            bucket_size=BUCKET,
             run=run,
             copies=copies,
             **rules,
