@@ -8,6 +8,7 @@ import lzma
 import os
 import re
 import zlib
+from collections import Counter
 from typing import BinaryIO
 from unicodedata import category, is_normalized
 
@@ -136,6 +137,17 @@ def is_mostly_nul(block: bytes) -> bool:
     return len(block) >= 64 and block.count(0) > len(block) // 4
 
 
+def count_controls(block: bytes) -> int:
+    """Count the control characters that no text has: not those of blanks, line and page ends."""
+    return sum(map(block.count, (*range(1, 9), *range(14, 32))))
+
+
+def most_frequent(block: bytes) -> tuple[int, float]:
+    """Find the most frequent byte and its share."""
+    code, count = Counter(block).most_common(1)[0] if block else (0, 0)
+    return code, count / max(len(block), 1)
+
+
 def guess(head: bytes, seen: bytes, language: str) -> str:
     """Guess what a file is that is not UTF-8: `encoding=...`, a suffix, or a description.
 
@@ -150,7 +162,13 @@ def guess(head: bytes, seen: bytes, language: str) -> str:
         if max(even, odd) > 10 * min(even, odd):
             return "encoding=utf-16-" + ("le" if odd > even else "be")
         return "binary data"
-    if sum(map(seen.count, (*range(1, 9), *range(14, 32)))) > len(seen) // 100:
+    if re.search(rb"\x1b\$[@B]", seen):
+        return "encoding=iso2022_jp"
+    halves = (most_frequent(seen[::2]), "be"), (most_frequent(seen[1::2]), "le")
+    (code, share), order = max(halves, key=lambda half: half[0][1])
+    if code < 32 and code not in b"\r\n" and share > 0.4:  # letters of a script begin alike
+        return f"encoding=utf-16-{order}"
+    if count_controls(seen) > len(seen) // 100:
         return "binary data"
     text = seen.decode("utf-8", "replace")
     above = [c for c in text if c > "\x7f"]

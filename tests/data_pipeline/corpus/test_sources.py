@@ -243,17 +243,36 @@ def test_korean_is_not_taken_for_chinese(tmp_path: Path):
     assert "gb18030" not in str(error.value)
 
 
-def test_utf_8_that_is_read_as_another_encoding_is_recognised(tmp_path: Path):
-    """Where some files of a folder are in one and some in the other."""
-    (tmp_path / "a.txt").write_bytes(CHINESE.encode())
-    with pytest.raises(UserError, match=r"not gb18030 .* looks like utf-8: set corpus.enc"):
-        read_all(CorpusConfig(files=str(tmp_path / "a.txt"), layout="line", encoding="gb18030"))
+@pytest.mark.parametrize("encoding", ["gb18030", "latin-1", "cp866", "cp1251"])
+def test_utf_8_that_is_read_as_another_encoding_is_recognised(tmp_path: Path, encoding: str):
+    """Where some files of a folder are in one and some in the other; latin-1 would take any."""
+    (tmp_path / "a.txt").write_bytes(b"Plain. " + CHINESE.encode())
+    with pytest.raises(UserError, match=rf"7 is not {encoding} .* utf-8: set corpus.encoding=utf"):
+        read_all(CorpusConfig(files=str(tmp_path / "a.txt"), layout="line", encoding=encoding))
+    with pytest.raises(UserError, match=r"if other files are not, convert this one to UTF-8, or g"):
+        read_all(CorpusConfig(files=str(tmp_path / "*.txt"), layout="line", encoding=encoding))
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [(SENTENCES[language][0], f"utf-16-{order}") for language in ("ru", "el", "ar", "th")
+     for order in ("le", "be")] + [(SENTENCES["ja"][0], "iso2022_jp")],
+)  # fmt: skip
+def test_what_a_decoder_of_utf_8_may_take_is_recognised(tmp_path: Path, text: str, encoding: str):
+    """Each byte of most of these is one of ASCII, so that no decoder of UTF-8 complains."""
+    (tmp_path / "a.txt").write_bytes(f"{text}\n{text}\n".encode(encoding))
+    config = CorpusConfig(files=str(tmp_path / "a.txt"), layout="line")
+    with pytest.raises(
+        UserError, match=rf"byte 0 is not utf-8 .*: set corpus.encoding={encoding}$"
+    ):
+        read_all(config)
+    assert read_all(replace(config, encoding=encoding)) == [text, text]
 
 
 @pytest.mark.parametrize(
     "data, message",
     [
-        (bytes(range(256)) * 9, r"byte 128 .* binary data: take it out of corpus\.files"),
+        (bytes(range(256)) * 9, r"byte 0 .* binary data: take it out of corpus\.files"),
         (bytes(1000), "byte 0 .*NUL.* binary data"),
         (b"\x1f\x8b\x08" + bytes(50), r"byte 1 .*its name the ending \.gz"),
         (
