@@ -13,6 +13,7 @@ name begins with a hash of the settings.
 import json
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from data_pipeline.build.probes import read_pairs, write_probes
 from data_pipeline.build.workers import Task
 from data_pipeline.common.errors import UserError, red
 from data_pipeline.common.folders import install_files, remove_entries, sealed_folder
-from data_pipeline.config import DataConfig, to_list
+from data_pipeline.config import DataConfig, SourceConfig, to_list
 from data_pipeline.corpus.readers import BAD_ROWS, FileChunk, Rejects, left_out, read_documents
 from data_pipeline.corpus.selection import (
     count_bytes,
@@ -59,6 +60,10 @@ MOST_BAD = 0.01  # share of bad rows of a source that may be skipped
 CHINESE = (
     "most of it is Chinese, and its language is {}; set corpus.language=zh, and "
     "corpus.word_segmenter=segmenter, by which whole words are masked in place of characters"
+)
+NOT_LATIN = (
+    "most of it is in another script than {}, its language; set corpus.language, which decides "
+    "where its sentences end and whether its accents stay"
 )
 SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chinese characters
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
@@ -148,6 +153,13 @@ def write_vocab(work: Work) -> None:
     print how it fits held-out ones."""
     check_unchanged(work.chunks)
     check_corpus(work.stats, work.config, work.groups)
+    for i, source in enumerate(work.corpus.each_source()):
+        sample = "".join(sample_source(work, i, LANGUAGE_SAMPLE))
+        if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
+            told = CHINESE.format(source.language)
+            print(red(f"warning: {name_source(source)}: {told}"))
+        elif source.language == SourceConfig.language and is_not_latin(sample):
+            print(red(f"warning: {name_source(source)}: {NOT_LATIN.format(source.language)}"))
     whole = work.whole is not None
     counts, unseen = (merge_counts(work.scans, split, whole) for split in ("train", "held_out"))
     try:
@@ -166,11 +178,6 @@ def write_vocab(work: Work) -> None:
             write_tokenizer(folder, pieces, work.vocab)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
-    for i, source in enumerate(work.corpus.each_source()):
-        sample = "".join(sample_source(work, i, LANGUAGE_SAMPLE))
-        if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
-            told = CHINESE.format(source.language)
-            print(red(f"warning: {name_source(source)}: {told}"))
     print_report(report)
 
 
@@ -200,6 +207,13 @@ def is_chinese(text: str) -> bool:
     """Tell whether most letters are Chinese characters, and few are Japanese ones."""
     chinese, kana = (len(re.findall(f"[{letters}]", text)) for letters in ("一-鿿", "ぁ-ヿ"))
     return 2 * chinese > sum(map(str.isalpha, text)) and 10 * kana < chinese
+
+
+def is_not_latin(text: str) -> bool:
+    """Tell whether most letters are of other scripts than the Latin one."""
+    letters = Counter(filter(str.isalpha, text))
+    latin = sum(n for c, n in letters.items() if unicodedata.name(c, "").startswith("LATIN"))
+    return 2 * latin < letters.total()
 
 
 def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileChunk]]) -> None:

@@ -13,11 +13,17 @@ from tokenizers import Tokenizer
 from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
 from data_pipeline.sampling.vocabulary import SPECIAL_TOKENS, Vocabulary
-from data_pipeline.vocabulary.training import WordCounts, build_normalizer, build_tokenizer
+from data_pipeline.vocabulary.training import (
+    MAX_WORD_CHARACTERS,
+    WordCounts,
+    build_normalizer,
+    build_tokenizer,
+)
 from data_pipeline.vocabulary.words import END, WordSplitter, read_ids
 
 LONGEST = 10  # number of longest pieces to show
 MUCH_UNKNOWN = 0.05  # fraction of [UNK] tokens that causes a warning
+MUCH_TOO_LONG = 0.01  # fraction of the characters in words that are too long, likewise
 MUCH_LOST = 0.001  # fraction of words that lose their accents to another word, likewise
 
 
@@ -47,6 +53,7 @@ def report_vocabulary(
         "words": sum(train.values()) + train.dropped + train.junk,
         "distinct_words": len(train),
         "words_too_long": train.junk,
+        "share_too_long": round(share_too_long(train), 6),
         "occurrences_of_rare_words_dropped": train.dropped,
         "counts_too_small_by_at_most": train.shortfall,
         "longest_pieces": sorted(learned, key=lambda p: (-len(bare(p)), p))[:LONGEST],
@@ -58,6 +65,12 @@ def report_vocabulary(
             for n in sizes
         ],
     }
+
+
+def share_too_long(words: WordCounts) -> float:
+    """Compute the least share of the characters that are in words which are too long."""
+    least = words.junk * (MAX_WORD_CHARACTERS + 1)
+    return least / max(sum(len(word) * n for word, n in words.items()) + least, 1)
 
 
 def bare(piece: str) -> str:
@@ -140,10 +153,23 @@ def describe_accents(accents: dict) -> str | None:
     )
 
 
+def describe_long_words(report: dict) -> str | None:
+    """Say that many words are as long as clauses, if they are: their script has no spaces."""
+    if report["share_too_long"] <= MUCH_TOO_LONG:
+        return None
+    return (
+        f"at least {report['share_too_long']:.1%} of the text is in words of more than "
+        f"{MAX_WORD_CHARACTERS} characters, which are [UNK], as where a script has no spaces "
+        "between words; put spaces there, or take the tokenizer of a model of that language "
+        "(vocab.path); data.masking=token masks less than such a word at once"
+    )
+
+
 def print_report(report: dict) -> None:
     """Print the report of a vocabulary for a human reader."""
-    if warning := describe_accents(report["accents"]):
-        print(red(f"warning: {warning}"))
+    for warning in (describe_accents(report["accents"]), describe_long_words(report)):
+        if warning:
+            print(red(f"warning: {warning}"))
     print(f"vocabulary: {report['size']:,} pieces, {report['distinct_words']:,} distinct words")
     if report["longest_pieces"]:
         print(f"  longest new pieces: {' '.join(report['longest_pieces'])}")

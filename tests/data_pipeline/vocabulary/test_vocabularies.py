@@ -2,7 +2,9 @@
 extension, and the report."""
 
 import json
+import random
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -494,6 +496,38 @@ def test_preparation_warns_of_chinese_that_is_called_something_else(tmp_path, ca
         prepare(DataConfig(data_dir=data_dir, corpus=corpus, vocab=vocab), workers=1)
         warning = "a.txt: most of it is Chinese, and its language is en; set corpus.language=zh"
         assert (warning in capsys.readouterr().out) == (language == "en")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("Он уехал в Москву.", True), ("Ia plecat la Москва, și atât.", False), ("2026: 5", False)],
+)
+def test_preparation_warns_of_other_scripts_where_no_language_is_given(
+    text: str, wanted: bool, tmp_path, capsys
+) -> None:
+    (tmp_path / "a.txt").write_text(f"{text}\n\n" * 200, encoding="utf-8")
+    for language in ("en", "ru"):
+        files = [str(tmp_path / "a.txt")]
+        corpus = CorpusConfig(files=files, language=language, deduplicate=False)
+        vocab = VocabConfig(size=16, min_frequency=1)
+        config = DataConfig(data_dir=str(tmp_path / language), corpus=corpus, vocab=vocab)
+        with suppress(UserError):  # too small a vocabulary, after the warning
+            prepare(config, workers=1)
+        found = "most of it is in another script than en" in capsys.readouterr().out
+        assert found == (wanted and language == "en")
+
+
+def test_preparation_warns_of_words_as_long_as_clauses(tmp_path, capsys) -> None:
+    for length in (90, 110):
+        words = "".join(random.Random(0).choices("กขคงจฉ", k=length))
+        (tmp_path / "a.txt").write_text(
+            f"the cat and the hen and a man: {words}\n\n" * 200, encoding="utf-8"
+        )
+        corpus = CorpusConfig(files=[str(tmp_path / "a.txt")], language="th", deduplicate=False)
+        vocab = VocabConfig(size=24)
+        prepare(DataConfig(data_dir=str(tmp_path / str(length)), corpus=corpus, vocab=vocab), 1)
+        warning = "of the text is in words of more than 100 characters, which are [UNK]"
+        assert (warning in capsys.readouterr().out) == (length > 100)
 
 
 @pytest.mark.parametrize(
