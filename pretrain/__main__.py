@@ -9,9 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
-from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.common.signals import catch_signals, die_with_launcher, outlive_readers
 from pretrain import recipes
 
@@ -33,15 +34,30 @@ def main() -> None:
     from pretrain.config import Config
 
     config = tell_once(lambda: load_config(Config, args.config, args.overrides))
+    if not any(item.startswith("run_dir=") for item in args.overrides):
+        tell_once(lambda: check_moved(Path(args.config), Path(config.run_dir)))
 
     from pretrain.train import train  # slow, so a mistake in the config is reported first
 
     train(config)
 
 
+def check_moved(path: Path, run_dir: Path) -> None:
+    """Raise `UserError` if a config lies in a run folder that was moved: the run would begin anew
+    where it was."""
+    folder = path.resolve().parent
+    check(
+        path.name != "config.yaml"
+        or not (folder / "checkpoints").is_dir()
+        or folder == run_dir.resolve(),
+        f"{path} is of a run whose run_dir was {run_dir}; add run_dir={path.parent} to go on with "
+        "it, or another run_dir to begin a new one",
+    )
+
+
 def tell_once(read: Callable[[], T]) -> T:
-    """Read the config; of a mistake in it the first process of each machine tells, and its launcher
-    ends the others meanwhile."""
+    """Read or check the config; the first process of a machine tells a mistake in it, and its
+    launcher ends the others meanwhile."""
     try:
         return read()
     except UserError:
