@@ -384,7 +384,7 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     skipped = set(OF_TRAINING).difference(merged)
     try:
         for layer, origin in layers:
-            for section in skipped & set(layer):
+            for section in skipped & set(layer) | find_empty(schema, layer):
                 del layer[section]
             check_keys(schema, layer, origin)
             merged = OmegaConf.merge(merged, layer)  # names the first layer with a wrong type
@@ -402,6 +402,12 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     config.corpus.place_plug_ins(os.path.dirname(path))
     place_folders(config, path)
     return config
+
+
+def find_empty(schema: type, given: DictConfig) -> set[str]:
+    """Find the sections of which a file has the name alone, as where all its lines are comments."""
+    sections = (item.name for item in fields(schema) if hasattr(item.type, "__dataclass_fields__"))
+    return {name for name in sections if name in given and given[name] is None}
 
 
 def place_folders(config: DataConfig, path: str) -> None:
@@ -453,6 +459,8 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             names = dict.fromkeys([*known, *(() if prefix else OF_TRAINING)])
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
             near = [RENAMED[name]] if RENAMED.get(name) in known else near
+            inner = {key: hasattr(kind, name) for key, kind in known.items() if not prefix}
+            near = [f"{key}.{name}" for key, has in inner.items() if has] or near
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(names)}"
             raise UserError(f"{origin}: unknown key {prefix}{str(name):.60}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]

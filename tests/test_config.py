@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -67,6 +67,12 @@ def test_preparation_leaves_the_sections_of_training_alone(tmp_path: Path):
     assert config.seed == 7 and not hasattr(config, "train")
 
 
+def test_a_section_of_comments_alone_has_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(MINIMAL + "train:\n  # max_steps: 3\nmodel:\nexport:\n")
+    found = load_config(Config, str(tmp_path / "c.yaml"), ["train.save_every=7"])
+    assert found.train == replace(Config().train, save_every=7) and found.model == Config().model
+
+
 def test_a_value_of_another_type_is_blamed_on_where_it_stands(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(MINIMAL + "train: {max_steps: 3}")
     path = str(tmp_path / "c.yaml")
@@ -81,6 +87,7 @@ def test_a_value_of_another_type_is_blamed_on_where_it_stands(tmp_path: Path) ->
     "text, override, message",
     [
         (MINIMAL + "sead: 1", None, r"c\.yaml: unknown key sead; did you mean seed\?"),
+        (MINIMAL, "max_steps=3", r"command line: unknown key max_steps; .*mean train\.max_steps\?"),
         (MINIMAL + "a" * 999 + ": 1", None, r"c\.yaml: unknown key a{60}; "),
         (MINIMAL + "vocab: {sise: 9}", None, r"c\.yaml: unknown key vocab\.sise; .*vocab\.size\?"),
         (
