@@ -358,7 +358,9 @@ class Config(DataConfig):
         """
         asked, folder = (given.get("model") or {}).get("architecture"), given.get("init_from")
         found, folder = {}, Path(folder or "").expanduser()
-        if given.get("init_from") and (folder / "config.json").exists():
+        if given.get("init_from") and folder.is_dir():
+            there = (folder / "config.json").exists()
+            check(there, f"init_from {folder} has no config.json; put that of its weights there")
             found = read_hf_config(read_settings(folder), folder / "config.json")
             check(
                 asked in (None, found["architecture"]),

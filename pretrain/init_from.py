@@ -24,6 +24,7 @@ from pretrain.models.bert import PretrainingModel
 from pretrain.models.electra import GENERATOR
 
 ADVICE = "put a sound copy there"
+LFS = b"version https://git-lfs"  # begins what a clone without Git LFS has for a large file
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is taken
 HEADS = ("mlm.", "pooler.", "nsp.", "rtd.")  # a folder may lack them
 PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
@@ -178,6 +179,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 weights |= torch.load(path, weights_only=True, map_location="cpu")
         except Exception as error:  # of many kinds: somebody else wrote the file
             reason = " ".join(str(error).split())[:150]
+            with open(path, "rb") as file:
+                if file.read(len(LFS)) == LFS:
+                    reason = "a pointer of Git LFS; fetch the file itself, as git lfs pull does"
             if reason.startswith("Weights only load failed"):  # and goes on with how to run it
                 reason = "a pickle of more than tensors, which could run code"
             raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None

@@ -382,6 +382,17 @@ def test_a_pickle_that_runs_a_command_runs_nothing(folder, prepared, tmp_path) -
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_folder_that_a_clone_left_without_its_files_is_told(folder, prepared, tmp_path) -> None:
+    shutil.copytree(folder, tmp_path / "in")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "in/model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match=r"model.safetensors is damaged.*: a pointer of Git LFS;"):
+        start(read_config(prepared, tmp_path / "in"))
+    (tmp_path / "in/config.json").unlink()
+    with pytest.raises(UserError, match=r"in has no config.json; put that of its weights there"):
+        read_config(prepared, tmp_path / "in")
+
+
 def test_weights_that_unpack_to_more_than_their_file_are_refused_before_it(
     folder, prepared, tmp_path
 ) -> None:
