@@ -67,6 +67,8 @@ def load_export(folder: Path) -> PretrainingModel:
 def name_export(folder: Path) -> str:
     """Name the export in a folder that is none itself, such as that of a run, for a message."""
     inner = folder / "export"
+    if not folder.exists():
+        return "; a model of a hub has to be downloaded into a folder first"
     return f"; {inner} is one" if (inner / "config.json").exists() else ""
 
 

@@ -79,7 +79,8 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     else:
         check(path.exists(), f"no file at {path}")
         known = ", ".join(ROWS)
-        check(suffix in ROWS, f"{path}: unknown format {suffix!r}; rename it to one of {known}")
+        advice = "rename it to" if suffix in ("", ".txt") else "convert it to"
+        check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}")
         read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
         rows = ROWS[suffix](path, columns)
         examples = [read(Row(place, cells, columns), task) for place, cells in rows]
@@ -330,7 +331,8 @@ def labelled_texts(row: Row, task: str) -> Example:
             label = math.nan
         check(math.isfinite(label), f"{row.place}: label is {row.get('label')!r}, not a number")
     else:
-        check(label is not None and str(label).strip(), f"{row.place} has no label")
+        has_label = label is not None and str(label).strip()
+        check(has_label, f"{row.place} has no label; give it one, or remove the rows without")
         check(is_name(label), f"{row.place}: label is {label!r:.60}, not a name or a number")
         is_whole = isinstance(label, float) and label.is_integer()
         label = str(int(label) if is_whole else label).strip()  # JSON may hold 1 and 1.0

@@ -47,6 +47,7 @@ def run_command(main: Callable[[], None]) -> None:
             print(stopped, file=sys.stderr)
         sys.exit(START_AGAIN)
     except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

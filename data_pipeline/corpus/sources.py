@@ -94,7 +94,8 @@ def list_files(patterns: list[str]) -> list[str]:
         elif saved := list_saved(pattern):
             found = saved
         elif os.path.isdir(pattern):
-            raise UserError(f"corpus file {pattern} is a folder; name its files: '{pattern}/*.txt'")
+            inside = f"{pattern.rstrip('/')}/*.txt"
+            raise UserError(f"corpus file {pattern} is a folder; name its files: '{inside}'")
         elif not found:
             what = "no file matches" if has_magic(pattern) else "no corpus file at"
             advice = "correct corpus.files" + ", or write [[] for a [ in a name" * ("[" in pattern)

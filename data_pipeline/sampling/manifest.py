@@ -39,7 +39,9 @@ def read_manifest(folder: Path) -> dict:
     """
     path = folder / "manifest.json"
     if not path.exists():
-        raise UserError(f"no token store at {folder}; make one: python -m data_pipeline CONFIG")
+        inner = folder / "store"
+        advice = f"{inner} is one" if inner.exists() else "make one: python -m data_pipeline CONFIG"
+        raise UserError(f"no token store at {folder}; {advice}")
     advice = f"delete {folder} and run python -m data_pipeline"
     manifest = read_json(path, {"schema?": COUNT, "format?": COUNT}, advice)
     schema = manifest.get("schema", manifest.get("format"))

@@ -310,7 +310,7 @@ def test_an_encoding_that_the_first_bytes_tell_is_read_whole(tmp_path: Path):
         ("absent.txt", "no corpus file at .*absent.txt"),
         ("*.md", r"no file matches .*\*\.md"),
         ("[1]*.md", r"no file matches .*, or write \[\[\] for a \["),
-        ("", "is a folder"),
+        ("", r"is a folder; name its files: '[^*]*[^/]/\*\.txt'"),
     ],
 )
 def test_files_that_are_not_there_are_named(tmp_path: Path, name: str, message: str):

@@ -344,3 +344,11 @@ def test_tokens_are_counted_block_after_block_or_every_nth_block() -> None:
     store = replace(make_store([[[1]]]), tokens=tokens)
     assert store.token_counts()[7:10].tolist() == [block, block, 5]
     assert store.token_counts(every=2)[7:10].tolist() == [block, 0, 5]
+
+
+def test_the_folder_of_prepared_data_is_told_from_the_store_in_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no token store at .*; make one: python -m data_pipeline"):
+        read_manifest(tmp_path)
+    (tmp_path / "store").mkdir()
+    with pytest.raises(UserError, match=f"no token store at .*; {tmp_path}/store is one"):
+        read_manifest(tmp_path)
