@@ -68,7 +68,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     inside = 0.0 if assumed else share_inside(store)
     of_model = torch.ones(len(store.vocabulary)) if assumed else torch.from_numpy(counts)
     model = build_model(config, of_model)
-    if config.init_from and not assumed:
+    if config.init_from:  # before a long preparation, too
         start_from(config.init_from, model, store.vocabulary.pieces)
     model.to(accelerator.device)
     weights, embeddings, encoder = map(count_weights, (model, model.embeddings, model.layers))

@@ -1,6 +1,7 @@
 """What `plan` says is what a run then takes, and `--check` finds what cannot learn."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,6 +268,16 @@ def test_a_check_of_a_run_that_continues_a_model_starts_from_it(
     monkeypatch.setattr(plan, "backward", backward)
     with pytest.raises(Seen):
         plan.check_learning(config_of(prepared, f"init_from={straight}/export"))
+
+
+def test_weights_to_start_from_are_looked_at_before_there_is_a_store(
+    prepared, straight, tmp_path
+) -> None:
+    shutil.copytree(straight / "export", tmp_path / "in")
+    path = tmp_path / "in/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="model.safetensors is damaged"):
+        plan.plan(config_of(prepared, f"data_dir={tmp_path}/none", f"init_from={tmp_path}/in"))
 
 
 def test_a_model_that_does_not_learn_is_refused_in_one_line(prepared, monkeypatch) -> None:
