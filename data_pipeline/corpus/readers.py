@@ -124,8 +124,10 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 
 def has_strange_controls(block: bytes) -> bool:
     """Tell whether valid UTF-8 has the control characters of UTF-16 without a mark, or of JIS."""
-    many = len(block) >= 64 and count_controls(block) > len(block) // 10
-    return many or b"\x1b$B" in block or b"\x1b$@" in block
+    controls = block.count(0) + count_controls(block)
+    return (
+        (len(block) >= 64 and 4 * controls > len(block)) or b"\x1b$B" in block or b"\x1b$@" in block
+    )
 
 
 def is_surely_utf8(block: bytes) -> bool:
@@ -279,12 +281,27 @@ def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str | None]:
                 ) from None
             after = f" after byte {chunk.start}" if chunk.start else ""
             raise UserError(
-                f"{chunk.path}: JSON line {number}{after} is not an object with a text field "
-                f"{source.text_field!r}: {line[:80]!r}; set corpus.text_field, or corpus.layout if "
-                "these are not JSON lines; corpus.on_bad_row=skip leaves out a few such rows"
+                f"{chunk.path}: JSON line {number}{after} {describe_row(line, source.text_field)}; "
+                "set corpus.text_field, or corpus.layout if these are not JSON lines; "
+                "corpus.on_bad_row=skip leaves out a few such rows"
             ) from None
         text = SURROGATE.sub("\ufffd", text)  # JSON can encode half a character, as \\ud83d
         yield one_document(text)
+
+
+def describe_row(line: str, text_field: str) -> str:
+    """Say what a line of JSON is that has no text in its field."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        return f"is not an object with a text field {text_field!r}: {line[:80]!r}"
+    if text_field in row:
+        return f"has {json.dumps(row[text_field])[:60]} in {text_field!r}, which is no text"
+    inner = text_field.partition(".")[0] in row or any(isinstance(x, dict) for x in row.values())
+    nested = " (fields inside others are not read)" * inner
+    return f"has no field {text_field!r} among {', '.join(row)[:200]}{nested}"
 
 
 def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[str | None]:
@@ -330,7 +347,7 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
     except csv.Error as error:
         raise UserError(
             f"{chunk.path}: line {rows.line_num} is not {chunk.layout} ({error}); mend it, or set "
-            "corpus.layout"
+            f"corpus.layout{'=csv if quotes stand around fields' * (chunk.layout == 'tsv')}"
         ) from None
 
 

@@ -105,6 +105,23 @@ def test_a_json_line_without_the_text_is_named(tmp_path: Path, lines: list[str],
         read(file)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"body": "b", "id": 3}', "has no field 'text' among body, id; set corpus.text_field"),
+        (
+            '{"meta": {"text": "b"}}',
+            r"'text' among meta \(fields inside others are not read\); set",
+        ),
+        ('{"text": null}', "has null in 'text', which is no text"),
+        ('{"text": ["a", "b"]}', r'has \["a", "b"\] in .text., which is no text'),
+    ],
+)
+def test_a_json_line_is_told_by_its_fields(tmp_path: Path, line: str, said: str):
+    with pytest.raises(UserError, match=f"JSON line 1 .*{said}"):
+        read(write(tmp_path / "a.jsonl", line))
+
+
 @pytest.mark.parametrize("text", ['[{"text": "a"},\n{"text": "b"}]\n', '[\n{"text": "a"}\n]\n'])
 def test_an_array_of_json_is_told_with_the_way_out(tmp_path: Path, text: str):
     file = write(tmp_path / "a.json", text)

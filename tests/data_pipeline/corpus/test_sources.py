@@ -103,6 +103,14 @@ def test_the_header_of_a_csv_file_tells_what_separates_its_columns(tmp_path: Pat
     assert documents == ["Eins; zwei, drei.", "Vier\tund 5;6,7."]
 
 
+def test_a_tsv_file_with_quotes_is_told_to_be_csv(tmp_path: Path):
+    (tmp_path / "a.tsv").write_text('label\ttext\n1\t"Two\nlines."\n')
+    config = CorpusConfig(files=str(tmp_path / "*.tsv"))
+    with pytest.raises(UserError, match="is not tsv .*=csv if quotes stand around fields"):
+        read_all(config)
+    assert read_all(replace(config, layout="csv")) == ["Two\nlines."]
+
+
 def test_a_tsv_file_has_no_quotes(tmp_path: Path):
     (tmp_path / "a.tsv").write_text('label\ttext\n1\t"Half a quote\n0\tNo, thanks\n')
     documents = read_all(CorpusConfig(files=str(tmp_path / "*.tsv")))
@@ -272,7 +280,7 @@ def test_what_a_decoder_of_utf_8_may_take_is_recognised(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     "data, message",
     [
-        (bytes(range(256)) * 9, r"byte 0 .* binary data: take it out of corpus\.files"),
+        (bytes(range(256)) * 9, r"byte 128 .* binary data: take it out of corpus\.files"),
         (bytes(1000), "byte 0 .*NUL.* binary data"),
         (b"\x1f\x8b\x08" + bytes(50), r"byte 1 .*its name the ending \.gz"),
         (
