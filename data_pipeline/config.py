@@ -384,7 +384,8 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     skipped = set(OF_TRAINING).difference(merged)
     try:
         for layer, origin in layers:
-            for section in skipped & set(layer) | find_empty(schema, layer):
+            empty = find_empty(schema, layer) if origin == path else set()
+            for section in skipped & set(layer) | empty:
                 del layer[section]
             check_keys(schema, layer, origin)
             merged = OmegaConf.merge(merged, layer)  # names the first layer with a wrong type

@@ -255,6 +255,7 @@ VALUES = st.text("[]{}:,'\"$?!&*#%@`|>- \n\tab1.é", max_size=8) | st.integers(0
 @example("seed=[")
 @example("a..b=1")
 @example("vocab={}")
+@example("vocab=")
 def test_any_override_is_taken_or_refused(tmp_path_factory, override: str):
     try:
         config = load(tmp_path_factory.getbasetemp(), MINIMAL, override)
