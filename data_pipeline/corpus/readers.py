@@ -124,10 +124,10 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 
 def has_strange_controls(block: bytes) -> bool:
     """Tell whether valid UTF-8 has the control characters of UTF-16 without a mark, or of JIS."""
+    if len(block) < 64:
+        return False
     controls = block.count(0) + count_controls(block)
-    return (
-        (len(block) >= 64 and 4 * controls > len(block)) or b"\x1b$B" in block or b"\x1b$@" in block
-    )
+    return 4 * controls > len(block) or b"\x1b$B" in block or b"\x1b$@" in block
 
 
 def is_surely_utf8(block: bytes) -> bool:
