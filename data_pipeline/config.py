@@ -7,7 +7,7 @@ to `pretrain.config`, which adds them to the same dataclass.
 import difflib
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -407,8 +407,13 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
 
 def find_empty(schema: type, given: DictConfig) -> set[str]:
     """Find the sections of which a file has the name alone, as where all its lines are comments."""
-    sections = (item.name for item in fields(schema) if hasattr(item.type, "__dataclass_fields__"))
-    return {name for name in sections if name in given and given[name] is None}
+    sections = {item.name for item in fields(schema) if names_in(item.type)}
+    return {name for name in sections & set(given) if given[name] is None}
+
+
+def names_in(kind: type) -> list[str]:
+    """List the fields of a section; none of any other type."""
+    return [item.name for item in fields(kind)] if is_dataclass(kind) else []
 
 
 def place_folders(config: DataConfig, path: str) -> None:
@@ -460,8 +465,10 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             names = dict.fromkeys([*known, *(() if prefix else OF_TRAINING)])
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
             near = [RENAMED[name]] if RENAMED.get(name) in known else near
-            inner = {key: hasattr(kind, name) for key, kind in known.items() if not prefix}
-            near = [f"{key}.{name}" for key, has in inner.items() if has] or near
+            inner = {} if prefix else known
+            near = [
+                f"{key}.{name}" for key, kind in inner.items() if name in names_in(kind)
+            ] or near
             hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(names)}"
             raise UserError(f"{origin}: unknown key {prefix}{str(name):.60}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]

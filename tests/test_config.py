@@ -88,6 +88,9 @@ def test_a_value_of_another_type_is_blamed_on_where_it_stands(tmp_path: Path) ->
     [
         (MINIMAL + "sead: 1", None, r"c\.yaml: unknown key sead; did you mean seed\?"),
         (MINIMAL, "max_steps=3", r"command line: unknown key max_steps; .*mean train\.max_steps\?"),
+        (MINIMAL + "phases: []", None, r"unknown key phases; did you mean train\.phases\?"),
+        (MINIMAL + "validate: 1", None, r"unknown key validate; (?!.*\.validate)"),
+        (MINIMAL + "1: a", None, r"c\.yaml: unknown key 1; keys: "),
         (MINIMAL + "a" * 999 + ": 1", None, r"c\.yaml: unknown key a{60}; "),
         (MINIMAL + "vocab: {sise: 9}", None, r"c\.yaml: unknown key vocab\.sise; .*vocab\.size\?"),
         (
