@@ -13,6 +13,7 @@ from typing import BinaryIO
 from unicodedata import category, is_normalized
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.config import SourceConfig, to_list
 
 BUFFER_BYTES = 1 << 20
 PACKED_BYTES = 1 << 10  # of a .zst file to unpack at once: at most 32 MB, as 4 bytes make 128 KB
@@ -29,6 +30,9 @@ MARKS = {  # first bytes of files that users often give as text
     b"PK\x03\x04": "a zip archive",  # Office writes such, too
     b"%PDF": "a PDF",
 }
+CONTROLS = re.compile(rb"[\x01-\x08\x0e-\x1f]")  # not of blanks, line and page ends
+JIS = re.compile(rb"\x1b\$[@B]")  # where characters of two bytes begin
+SURE_ABOVE = 20  # bytes beyond ASCII, which are UTF-8 by intent where all are valid
 CYRILLIC, CENTRAL, BALTIC = ("cp1251", "koi8-r", "cp866"), ("cp1250", "iso-8859-2"), ("cp1257",)
 ENCODINGS = {  # of a language's files that are not Unicode, where they are not those of Latin-1
     **dict.fromkeys(("ru", "uk", "be", "bg", "sr", "mk", "kk", "mn", "ky", "tt"), CYRILLIC),
@@ -132,20 +136,49 @@ def read(file: BinaryIO, size: int, path: str) -> bytes:
         raise UserError(f"{path} is damaged or not what its name says: {error}") from None
 
 
-def is_mostly_nul(block: bytes) -> bool:
-    """Tell whether a block has as many NUL bytes as UTF-16 or binary data, and not just a few."""
-    return len(block) >= 64 and block.count(0) > len(block) // 4
+def is_utf8(source: SourceConfig) -> bool:
+    """Tell whether a source is read as UTF-8, by any of its names."""
+    return codecs.lookup(source.encoding).name.startswith("utf-8")
 
 
-def count_controls(block: bytes) -> int:
-    """Count the control characters that no text has: not those of blanks, line and page ends."""
-    return sum(map(block.count, (*range(1, 9), *range(14, 32))))
+def check_start(path: str, source: SourceConfig, block: bytes) -> None:
+    """Raise `UserError` if the first block of a file is no text, although its encoding may take it.
+
+    Valid UTF-8 are the bytes of UTF-16 of many scripts and of ISO-2022-JP, and any bytes at all are
+    text in Latin-1, those of UTF-8 too.
+    """
+    if block[257:262] == b"ustar":
+        raise UserError(f"{path} is a tar archive; unpack it, and give its files")
+    if is_utf8(source):
+        if is_mostly_controls(block) or (len(block) >= 64 and JIS.search(block)):
+            raise not_text(path, source, 0, "many bytes are NUL or other controls", block)
+    elif is_surely_utf8(block):
+        first = next(i for i, byte in enumerate(block) if byte > 127)
+        raise not_text(path, source, first, "what follows is valid UTF-8", block)
 
 
-def most_frequent(block: bytes) -> tuple[int, float]:
-    """Find the most frequent byte and its share."""
-    code, count = Counter(block).most_common(1)[0] if block else (0, 0)
-    return code, count / max(len(block), 1)
+def is_mostly_controls(block: bytes) -> bool:
+    """Tell whether a block has as many NUL bytes and other controls as UTF-16 or binary data, and
+    not just a few."""
+    controls = block.count(0) + len(CONTROLS.findall(block))
+    return len(block) >= 64 and controls > len(block) // 4
+
+
+def is_surely_utf8(block: bytes) -> bool:
+    """Tell whether a block has many characters that are not ASCII and valid UTF-8, which by chance
+    no text of another encoding is."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(block)
+    except UnicodeDecodeError:
+        return False
+    return len(block) - len(text) >= SURE_ABOVE
+
+
+def begins_alike(half: bytes) -> bool:
+    """Tell whether the bytes at even or odd places may be the first ones of UTF-16: those of the
+    letters of a script are often one control character."""
+    code, count = Counter(half).most_common(1)[0] if half else (0, 0)
+    return code < 32 and code not in b"\r\n" and count > 0.4 * len(half)
 
 
 def guess(head: bytes, seen: bytes, language: str) -> str:
@@ -157,18 +190,12 @@ def guess(head: bytes, seen: bytes, language: str) -> str:
     for mark, name in MARKS.items():
         if head.startswith(mark):
             return name
-    if is_mostly_nul(seen):
-        even, odd = seen[::2].count(0), seen[1::2].count(0)
-        if max(even, odd) > 10 * min(even, odd):
-            return "encoding=utf-16-" + ("le" if odd > even else "be")
-        return "binary data"
-    if re.search(rb"\x1b\$[@B]", seen):
+    if JIS.search(seen):
         return "encoding=iso2022_jp"
-    halves = (most_frequent(seen[::2]), "be"), (most_frequent(seen[1::2]), "le")
-    (code, share), order = max(halves, key=lambda half: half[0][1])
-    if code < 32 and code not in b"\r\n" and share > 0.4:  # letters of a script begin alike
-        return f"encoding=utf-16-{order}"
-    if count_controls(seen) > len(seen) // 100:
+    halves = [order for i, order in enumerate(("be", "le")) if begins_alike(seen[i::2])]
+    if len(halves) == 1:
+        return f"encoding=utf-16-{halves[0]}"
+    if halves or is_mostly_controls(seen) or len(CONTROLS.findall(seen)) > len(seen) // 100:
         return "binary data"
     text = seen.decode("utf-8", "replace")
     above = [c for c in text if c > "\x7f"]
@@ -196,6 +223,42 @@ def share_of_letters(seen: bytes, encoding: str) -> float:
     above = [c for c in text if c > "\x7f"]
     letters = (c for c in above if category(c)[0] in "LM" and is_normalized("NFKC", c))
     return sum(not c.isupper() for c in letters) / max(len(above), 1)
+
+
+def not_text(
+    path: str, source: SourceConfig, offset: int, reason: str, seen: bytes | None
+) -> UserError:
+    """Build the error for a byte that is invalid in a file's encoding, with a guess at the cause.
+
+    offset: of the byte in the file. reason: of the decoder. seen: the bytes around it; None: the
+    file is UTF-8 up to the character that it ends in.
+    """
+    with open_bytes(path) as file:
+        head = read(file, 8, path)
+    looks = "UTF-8 with errors" if seen is None else guess(head, seen, source.language)
+    names = to_list(source.files)
+    of_many = len(names) > 1 or any(c in name for name in names for c in "*?[")
+    if looks == "UTF-8 with errors" and not is_utf8(source):
+        looks = "encoding=utf-8"
+    advice = f"it looks like {looks.removeprefix('encoding=')}: "
+    if looks.startswith("encoding="):
+        advice += f"set corpus.{looks}"
+        if of_many:
+            advice += (
+                ", or, if other files are not, convert this one to UTF-8, or give it a source of "
+                "its own (corpus.sources)"
+            )
+    elif looks.startswith("."):
+        advice += f"give its name the ending {looks}"
+    elif looks.startswith("a "):
+        advice += "give its text in a file of its own"
+    elif looks == "UTF-8 with errors":
+        advice += "mend the file, or set corpus.errors=replace"
+    else:
+        advice += "take it out of corpus.files, or set corpus.encoding"
+        if "encoding" in looks and source.language == "en":
+            advice += ", or corpus.language, by which others are known"
+    return UserError(f"{path}: byte {offset} is not {source.encoding} ({reason}); {advice}")
 
 
 def is_gb18030(seen: bytes) -> bool:

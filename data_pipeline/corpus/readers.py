@@ -21,10 +21,10 @@ from data_pipeline.common.reading import find_delimiter
 from data_pipeline.config import DatasetConfig, SourceConfig, to_list
 from data_pipeline.corpus.files import (
     SLOW,
+    check_start,
     compression,
-    count_controls,
-    guess,
-    is_mostly_nul,
+    is_utf8,
+    not_text,
     open_bytes,
     read,
 )
@@ -32,7 +32,6 @@ from data_pipeline.corpus.files import (
 MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
 MOST_RATIO, SURE_BYTES = 200, 1 << 26  # of unpacked to packed bytes, beyond the first 64 MB
 ROWS = 16  # of a Parquet file to unpack at once, in which a text may recur
-SURE_ABOVE = 20  # bytes beyond ASCII, which are UTF-8 by intent where all are valid
 READ_BYTES = 1 << 17  # bytes to decode at once: they fit the processor's cache
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -89,17 +88,8 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             check_unpacked(chunk.path, position)
             wanted = READ_BYTES if chunk.end is None else min(READ_BYTES, chunk.end - position)
             block = read(file, wanted, chunk.path)
-            is_utf8 = codecs.lookup(source.encoding).name.startswith("utf-8")
-            if position == 0 and block[257:262] == b"ustar":
-                raise UserError(f"{chunk.path} is a tar archive; unpack it, and give its files")
-            if position == 0 and is_utf8 and is_mostly_nul(block):
-                raise not_text(chunk.path, source, block.index(0), "many bytes are NUL", block)
-            if position == 0 and is_utf8 and has_strange_controls(block):
-                reason = "its first bytes have control characters that no text has"
-                raise not_text(chunk.path, source, 0, reason, block)
-            if position == 0 and not is_utf8 and is_surely_utf8(block):
-                first = next(i for i, byte in enumerate(block) if byte > 127)
-                raise not_text(chunk.path, source, first, "what follows is valid UTF-8", block)
+            if position == 0:
+                check_start(chunk.path, source, block)
             try:
                 text = pending + decoder.decode(block, final=not block)
             except UnicodeError as error:
@@ -108,7 +98,7 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
                     offset += len(block) - len(error.object) + error.start
                     line = error.object.rfind(b"\n", 0, error.start) + 1
                     reason, seen = error.reason, error.object[line:]
-                if not block and is_utf8:  # all before it was UTF-8
+                if not block and is_utf8(source):  # all before it was UTF-8
                     seen = None
                 raise not_text(chunk.path, source, offset, reason, seen) from None
             if position == 0:
@@ -122,24 +112,6 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
                 return
 
 
-def has_strange_controls(block: bytes) -> bool:
-    """Tell whether valid UTF-8 has the control characters of UTF-16 without a mark, or of JIS."""
-    if len(block) < 64:
-        return False
-    controls = block.count(0) + count_controls(block)
-    return 4 * controls > len(block) or b"\x1b$B" in block or b"\x1b$@" in block
-
-
-def is_surely_utf8(block: bytes) -> bool:
-    """Tell whether a block has many characters that are not ASCII and valid UTF-8, which by chance
-    no text of another encoding is."""
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(block)
-    except UnicodeDecodeError:
-        return False
-    return len(block) - len(text) >= SURE_ABOVE
-
-
 def check_unpacked(path: str, size: int) -> None:
     """Raise `UserError` if a file unpacks to more bytes than a text does."""
     if size > MOST_RATIO * os.path.getsize(path) + SURE_BYTES:
@@ -147,42 +119,6 @@ def check_unpacked(path: str, size: int) -> None:
             f"{path} unpacks to more than {MOST_RATIO} times its size, which no text does; take it "
             "out of corpus.files, or unpack it if it is sound"
         )
-
-
-def not_text(
-    path: str, source: SourceConfig, offset: int, reason: str, seen: bytes | None
-) -> UserError:
-    """Build the error for a byte that is invalid in a file's encoding, with a guess at the cause.
-
-    offset: of the byte in the file. reason: of the decoder. seen: the bytes around it; None: the
-    file is UTF-8 up to the character that it ends in.
-    """
-    with open_bytes(path) as file:
-        head = read(file, 8, path)
-    looks = "UTF-8 with errors" if seen is None else guess(head, seen, source.language)
-    names = to_list(source.files)
-    of_many = len(names) > 1 or any(c in name for name in names for c in "*?[")
-    if looks == "UTF-8 with errors" and not codecs.lookup(source.encoding).name.startswith("utf-8"):
-        looks = "encoding=utf-8"
-    advice = f"it looks like {looks.removeprefix('encoding=')}: "
-    if looks.startswith("encoding="):
-        advice += f"set corpus.{looks}"
-        if of_many:
-            advice += (
-                ", or, if other files are not, convert this one to UTF-8, or give it a source of "
-                "its own (corpus.sources)"
-            )
-    elif looks.startswith("."):
-        advice += f"give its name the ending {looks}"
-    elif looks.startswith("a "):
-        advice += "give its text in a file of its own"
-    elif looks == "UTF-8 with errors":
-        advice += "mend the file, or set corpus.errors=replace"
-    else:
-        advice += "take it out of corpus.files, or set corpus.encoding"
-        if "encoding" in looks and source.language == "en":
-            advice += ", or corpus.language, by which others are known"
-    return UserError(f"{path}: byte {offset} is not {source.encoding} ({reason}); {advice}")
 
 
 def clean_text(text: str) -> str:
