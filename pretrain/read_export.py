@@ -65,7 +65,7 @@ def load_export(folder: Path) -> PretrainingModel:
 
 
 def name_export(folder: Path) -> str:
-    """Name the export in a folder that is none itself, such as that of a run, for a message."""
+    """Say for a message where the export is, if a folder is none itself, such as that of a run."""
     inner = folder / "export"
     if not folder.exists():
         return "; a model of a hub has to be downloaded into a folder first"

@@ -62,8 +62,8 @@ CHINESE = (
     "corpus.word_segmenter=segmenter, by which whole words are masked in place of characters"
 )
 NOT_LATIN = (
-    "most of it is in another script than {}, its language; set corpus.language, which decides "
-    "where its sentences end and whether its accents stay"
+    "most of its letters are not Latin, and its language is {}; set corpus.language, which decides "
+    "where sentences end and whether accents stay"
 )
 SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chinese characters
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
@@ -153,13 +153,7 @@ def write_vocab(work: Work) -> None:
     print how it fits held-out ones."""
     check_unchanged(work.chunks)
     check_corpus(work.stats, work.config, work.groups)
-    for i, source in enumerate(work.corpus.each_source()):
-        sample = "".join(sample_source(work, i, LANGUAGE_SAMPLE))
-        if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
-            told = CHINESE.format(source.language)
-            print(red(f"warning: {name_source(source)}: {told}"))
-        elif source.language == SourceConfig.language and is_not_latin(sample):
-            print(red(f"warning: {name_source(source)}: {NOT_LATIN.format(source.language)}"))
+    warn_of_languages(work)
     whole = work.whole is not None
     counts, unseen = (merge_counts(work.scans, split, whole) for split in ("train", "held_out"))
     try:
@@ -179,6 +173,18 @@ def write_vocab(work: Work) -> None:
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         install_files(folder, work.data_dir / "vocab")  # already, to inspect it during encoding
     print_report(report)
+
+
+def warn_of_languages(work: Work) -> None:
+    """Warn of sources whose text is not in the language that they are said to have."""
+    for i, source in enumerate(work.corpus.each_source()):
+        sample, told = "".join(sample_source(work, i, LANGUAGE_SAMPLE)), ""
+        if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
+            told = CHINESE.format(source.language)
+        elif source.language == SourceConfig.language and is_not_latin(sample):
+            told = NOT_LATIN.format(source.language)
+        if told:
+            print(red(f"warning: {name_source(source)}: {told}"))
 
 
 def check_unchanged(chunks: list[FileChunk]) -> None:

@@ -513,7 +513,9 @@ def test_preparation_warns_of_other_scripts_where_no_language_is_given(
         config = DataConfig(data_dir=str(tmp_path / language), corpus=corpus, vocab=vocab)
         with suppress(UserError):  # too small a vocabulary, after the warning
             prepare(config, workers=1)
-        found = "most of it is in another script than en" in capsys.readouterr().out
+        found = (
+            "most of its letters are not Latin, and its language is en" in capsys.readouterr().out
+        )
         assert found == (wanted and language == "en")
 
 
