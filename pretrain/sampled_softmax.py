@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_pipeline.common.streams import Stream, derive_stream, random_u64
+from data_pipeline.common.streams import Stream, derive_stream, random_unit
 from data_pipeline.sampling.batches import send
 from pretrain.loss import sum_type
 from pretrain.models.cpu import fill_rows
@@ -45,8 +45,7 @@ def sample_chances(counts: Tensor, size: int) -> Tensor:
 def sample_start(seed: int, step: int) -> float:
     """Draw the start of the sample of a step, uniform in [0, 1); all its passes share it, so that
     the gradient does not depend on how the step is divided."""
-    draw = random_u64(derive_stream(seed, step, Stream.SAMPLE), np.zeros(1))[0]
-    return int(draw >> np.uint64(11)) / (1 << 53)
+    return float(random_unit(derive_stream(seed, step, Stream.SAMPLE), np.zeros(1))[0])
 
 
 def draw_sample(chances: Tensor, start: float) -> Tensor:
