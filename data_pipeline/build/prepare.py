@@ -25,7 +25,7 @@ from data_pipeline.common.folders import (
 )
 from data_pipeline.common.system import count_cpus, progress_bar
 from data_pipeline.config import PROBES_FILE, DataConfig
-from data_pipeline.corpus.selection import count_bytes
+from data_pipeline.corpus.sources import count_bytes
 from data_pipeline.sampling.manifest import read_manifest
 from data_pipeline.sampling.soundness import CHECKED_FILE, SPLITS
 from data_pipeline.sampling.token_store import TokenStore

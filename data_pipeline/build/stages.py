@@ -36,15 +36,19 @@ from data_pipeline.common.folders import install_files, remove_entries, sealed_f
 from data_pipeline.config import DataConfig, SourceConfig, to_list
 from data_pipeline.corpus.readers import BAD_ROWS, FileChunk, Rejects, left_out, read_documents
 from data_pipeline.corpus.selection import (
-    count_bytes,
     find_earlier,
-    group_chunks,
     hash_group,
     needs_selection,
     order_of_keeping,
     select,
 )
-from data_pipeline.corpus.sources import list_file_chunks, name_source, sample_hash
+from data_pipeline.corpus.sources import (
+    count_bytes,
+    group_chunks,
+    list_file_chunks,
+    name_source,
+    sample_hash,
+)
 from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from data_pipeline.vocabulary.coverage import measure_accents, print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import (

@@ -32,9 +32,8 @@ import numpy as np
 from data_pipeline.common.arrays import append_array, run_starts, save_array
 from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, CorpusConfig, SourceConfig
-from data_pipeline.corpus.files import compression
-from data_pipeline.corpus.readers import READERS, FileChunk, Rejects, is_costly, read_documents
-from data_pipeline.corpus.sources import BLOCK_BYTES, CHUNK_BYTES
+from data_pipeline.corpus.readers import FileChunk, Rejects, is_costly, read_documents
+from data_pipeline.corpus.sources import BLOCK_BYTES, count_bytes
 
 MIN_DEDUP_CHARS = 100  # shorter paragraphs may recur by chance, and are kept
 MERGED = 1 << 24  # hashes to compare at a time, in about 500 MB
@@ -46,8 +45,6 @@ ALL = 2**64  # greater than every hash
 LEAST = np.array([HELD_OUT_DOCUMENTS, 6 * HELD_OUT_TOKENS])
 # so many held-out bytes are enough documents even if these are books (1 MB each)
 SURE_BYTES = HELD_OUT_DOCUMENTS << 20
-EXPANSION = 4  # assumed ratio of compression
-LEAST_GROUPS = 64  # of the files of a small corpus, so that many workers can share it
 
 
 def needs_selection(corpus: CorpusConfig, text_bytes: float) -> bool:
@@ -60,40 +57,6 @@ def needs_selection(corpus: CorpusConfig, text_bytes: float) -> bool:
         or any(source.weight % 1 for source in corpus.each_source())
         or 0 < corpus.held_out_fraction * text_bytes < SURE_BYTES
     )
-
-
-def count_bytes(chunks: list[FileChunk]) -> float:
-    """Estimate the bytes of text in the corpus; infinite with a dataset, whose size is unknown."""
-    if any(chunk.layout == "dataset" for chunk in chunks):
-        return math.inf
-    return sum(map(text_bytes, chunks))
-
-
-def text_bytes(chunk: FileChunk) -> int:
-    """Estimate the bytes of text in a chunk."""
-    packed = READERS[chunk.layout].is_compressed or compression(chunk.path)
-    return chunk.size * (EXPANSION if packed else 1)
-
-
-def group_chunks(chunks: list[FileChunk]) -> list[list[FileChunk]]:
-    """Group neighbours that are small, because a task takes some 20 ms whatever its size.
-
-    A group has one source and layout, and as much text as a large chunk at most. Chunks stay alone
-    if they are no files, or if a copy of their text is kept, which does not tell them apart.
-    """
-    sizes = [text_bytes(chunk) for chunk in chunks]
-    most = min(CHUNK_BYTES, sum(sizes) // LEAST_GROUPS)
-    groups, last, room = [], None, 0
-    for chunk, size in zip(chunks, sizes, strict=True):
-        alone = not chunk.version or is_costly(chunk.path, chunk.layout)
-        kind = None if alone else (chunk.source, chunk.layout)
-        if kind and kind == last and size <= room:
-            groups[-1].append(chunk)
-            room -= size
-        else:
-            groups.append([chunk])
-            last, room = kind, most - size
-    return groups
 
 
 def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:

@@ -1,4 +1,5 @@
-"""List the file chunks of a corpus: which files it has, how they are laid out, where they are cut.
+"""List the file chunks of a corpus: which files it has, how they are laid out, where they are cut,
+and which of them a task reads together.
 
 A corpus has one or several sources, which are divided into file chunks: a byte range of a file, a
 whole compressed file, or a shard of a dataset.
@@ -6,6 +7,7 @@ whole compressed file, or a shard of a dataset.
 
 import codecs
 import hashlib
+import math
 import os
 import re
 from dataclasses import replace
@@ -18,10 +20,19 @@ from data_pipeline.common.folders import MARKER
 from data_pipeline.common.reading import read_json
 from data_pipeline.config import CorpusConfig, SourceConfig, check_choice, to_list
 from data_pipeline.corpus.files import compression, open_bytes, open_file, read
-from data_pipeline.corpus.readers import BLANK_LINES, READERS, FileChunk, clean_text, open_dataset
+from data_pipeline.corpus.readers import (
+    BLANK_LINES,
+    READERS,
+    FileChunk,
+    clean_text,
+    is_costly,
+    open_dataset,
+)
 
 CHUNK_BYTES = 16 << 20  # size of a chunk of an uncompressed file
 BLOCK_BYTES = 1 << 20
+EXPANSION = 4  # assumed ratio of compression
+LEAST_GROUPS = 64  # of the files of a small corpus, so that many workers can share it
 # what preparation and training write in a folder that has their marker
 is_our_name = re.compile(
     r"work|vocab|store|(report|probes|checked)\.\w+|lock|wandb(_id\.txt)?|config\.yaml|export|"
@@ -37,6 +48,40 @@ def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
         for i, source in enumerate(corpus.each_source())
         for chunk in list_source(source)
     ]
+
+
+def count_bytes(chunks: list[FileChunk]) -> float:
+    """Estimate the bytes of text in the corpus; infinite with a dataset, whose size is unknown."""
+    if any(chunk.layout == "dataset" for chunk in chunks):
+        return math.inf
+    return sum(map(text_bytes, chunks))
+
+
+def text_bytes(chunk: FileChunk) -> int:
+    """Estimate the bytes of text in a chunk."""
+    packed = READERS[chunk.layout].is_compressed or compression(chunk.path)
+    return chunk.size * (EXPANSION if packed else 1)
+
+
+def group_chunks(chunks: list[FileChunk]) -> list[list[FileChunk]]:
+    """Group neighbours that are small, because a task takes some 20 ms whatever its size.
+
+    A group has one source and layout, and as much text as a large chunk at most. Chunks stay alone
+    if they are no files, or if a copy of their text is kept, which does not tell them apart.
+    """
+    sizes = [text_bytes(chunk) for chunk in chunks]
+    most = min(CHUNK_BYTES, sum(sizes) // LEAST_GROUPS)
+    groups, last, room = [], None, 0
+    for chunk, size in zip(chunks, sizes, strict=True):
+        alone = not chunk.version or is_costly(chunk.path, chunk.layout)
+        kind = None if alone else (chunk.source, chunk.layout)
+        if kind and kind == last and size <= room:
+            groups[-1].append(chunk)
+            room -= size
+        else:
+            groups.append([chunk])
+            last, room = kind, most - size
+    return groups
 
 
 def list_source(source: SourceConfig) -> list[FileChunk]:

@@ -25,7 +25,7 @@ from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
-from data_pipeline.corpus import selection
+from data_pipeline.corpus import sources
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.manifest import read_manifest
 from data_pipeline.sampling.token_store import TokenStore
@@ -480,9 +480,9 @@ def test_small_files_read_in_groups_give_the_same_bytes(tmp_path: Path, monkeypa
     )
     tasks, stores = [], []
     for least_groups in (120, 10, 1):
-        monkeypatch.setattr(selection, "LEAST_GROUPS", least_groups)
+        monkeypatch.setattr(sources, "LEAST_GROUPS", least_groups)
         config.data_dir = str(tmp_path / f"data-{least_groups}")
-        tasks.append(len(selection.group_chunks(list_file_chunks(config.corpus))))
+        tasks.append(len(sources.group_chunks(list_file_chunks(config.corpus))))
         prepare(config, workers=1)
         stores.append(contents(Path(config.data_dir)))
     assert tasks[0] > 100 and 13 <= tasks[1] <= 30 and tasks[2] == 13

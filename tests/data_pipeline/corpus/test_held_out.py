@@ -25,14 +25,13 @@ from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabCon
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.selection import (
     ALL,
-    count_bytes,
     find_earlier,
     find_limit,
     hash_limit,
     hash_text,
     needs_selection,
 )
-from data_pipeline.corpus.sources import list_file_chunks
+from data_pipeline.corpus.sources import count_bytes, list_file_chunks
 from data_pipeline.report import page as report
 from data_pipeline.report.audit import decode
 from data_pipeline.report.checks import check_held_out
