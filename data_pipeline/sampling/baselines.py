@@ -1,7 +1,7 @@
-"""Measure what guesses without a model reach: tokens by frequency, labels of pairs by lengths.
+"""Measure baselines that need no model: tokens guessed by frequency, labels of pairs by lengths.
 
-The evaluation shows these beside the model's figures, and the data report compares the lengths with
-chance: a sampler whose labels show in them would teach the model nothing else.
+The evaluation shows them beside the model's figures, and the data report compares the length
+baseline with chance: if lengths reveal the labels, the model learns nothing but lengths.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ BLOCK = 4096  # pairs to process at once
 def half_of(document: np.ndarray) -> np.ndarray:
     """Select the half of the pairs that a baseline is fitted on, from their documents: bool (n,).
 
-    Takes every second document, or every second pair where all are from one document.
+    Takes every second document, or every second pair if all are from one document.
     """
     names, number = np.unique(document, return_inverse=True)
     return (number if len(names) > 1 else np.arange(len(document))) % 2 == 0
@@ -27,8 +27,8 @@ def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> 
 
     The table has about 100 pairs of `fit` in each cell and predicts a cell's most frequent label.
     Returns its accuracy on the pairs not in `fit`: `accuracy` over all of them, and `balanced`, the
-    mean of the accuracies on each label, which is 0.5 for features that tell nothing. Both are 0.5
-    if all pairs are in `fit`, as a single one is.
+    mean of the accuracies on each label, which is 0.5 for uninformative features. Both are 0.5 if
+    all pairs are in `fit`, as with a single pair.
     """
     if fit.all():
         return {"accuracy": 0.5, "balanced": 0.5}
@@ -51,7 +51,7 @@ def accuracy(features: list[np.ndarray], label: np.ndarray, fit: np.ndarray) -> 
 
 
 def share_of_words(store: TokenStore, pairs: np.ndarray) -> np.ndarray:
-    """Compute the share of A's words that B has too, float64 (n,)."""
+    """Compute the share of A's words that also occur in B, float64 (n,)."""
     shared = np.empty(len(pairs))
     for first in range(0, len(pairs), BLOCK):
         part = pairs[first : first + BLOCK]
@@ -86,13 +86,13 @@ def accuracy_by_lengths(store: TokenStore, pairs: np.ndarray) -> float:
 def accuracy_by_shared_words(store: TokenStore, pairs: np.ndarray) -> float:
     """Compute the NSP accuracy that the share of A's words in B alone allows.
 
-    Unlike the lengths it may tell something: it is what a model that understands has to beat.
+    Unlike the lengths, shared words may be informative: a model that understands has to beat them.
     """
     return accuracy_by([share_of_words(store, pairs)], store, pairs)
 
 
 def accuracy_by(features: list[np.ndarray], store: TokenStore, pairs: np.ndarray) -> float:
-    """Compute the NSP accuracy that some numbers for each pair allow.
+    """Compute the NSP accuracy that some features of each pair allow.
 
     Fits the best guess on the pairs of one half of the documents, measures it on the other half,
     and averages over both directions.

@@ -14,8 +14,8 @@ Example i of epoch e is a pure function of (seed, e, i), and step k is a fixed l
 Nothing in this depends on the batches before it. So workers, ranks and restarts cannot change the
 data, there is no loader state to save, and a resumed run just asks for step k.
 
-The pairs of an epoch are drawn in one go, or in several epoch parts where the corpus is too large
-for that; a thread draws the next part while the second half of one is trained on.
+The pairs of an epoch are drawn at once or, for a large corpus, in several epoch parts; a thread
+draws the next part while the run trains on the second half of the current one.
 """
 
 import queue
@@ -48,9 +48,9 @@ BLOCK_TOKENS = 1 << 16  # small batches are built together, up to this many toke
 class BatchSource:
     """Build the batches of a run from one split of a token store, for any step and rank.
 
-    Keeps three results that would take time to compute again, and gives the same batches without
-    them: the pairs drawn last or next (`drawn_parts`), the sizes of all epoch parts drawn so far
-    (`part_sizes`), and the sequences built last for `step` (`built`).
+    Caches three results, without which it gives the same batches, only more slowly: the pairs drawn
+    last or next (`drawn_parts`), the sizes of all epoch parts drawn so far (`part_sizes`), and the
+    sequences built last for `step` (`built`).
     """
 
     def __init__(self, store: TokenStore, data: PairsConfig, seed: int):
@@ -72,9 +72,9 @@ class BatchSource:
         return self.drawn_parts[number].result()
 
     def start_part(self, number: int) -> None:
-        """Start to draw the pairs of an epoch part in a thread, for which `epoch_part` waits.
+        """Start to draw the pairs of an epoch part in a thread; `epoch_part` waits for it.
 
-        numpy lets others work meanwhile, so that steps go on.
+        numpy releases the GIL meanwhile, so that steps go on.
         """
         if number not in self.drawn_parts:
             for old in self.drawn_parts.keys() - {number - 1}:
@@ -82,7 +82,7 @@ class BatchSource:
             self.drawn_parts[number] = start_thread(self.draw_part, number)
 
     def free_pairs(self) -> None:
-        """Free the memory of the pairs; those that are asked for again are drawn again."""
+        """Free the memory of the pairs; they are drawn again on demand."""
         self.drawn_parts.clear()
 
     def recall_sizes(self, part_sizes: list[int]) -> None:
@@ -140,7 +140,7 @@ class BatchSource:
         return range(epoch * self.n_parts, (epoch + 1) * self.n_parts)
 
     def examples(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return examples [start, start + count) of a run without end, which may cross epochs.
+        """Return examples [start, start + count) of an endless run; they may cross epochs.
 
         Returns their pairs, a `PAIR` array, and the random stream of each, uint64 (count,).
         """
@@ -195,7 +195,7 @@ class BatchSource:
 
         Small batches are built for several steps at once, and kept for the calls that follow,
         because most of their cost is the overhead of numpy calls.
-        Returns the batch of all these steps, and the first sequence in it that is of `step`.
+        Returns the batch of all these steps, and the index of the first sequence of `step` in it.
         """
         together = max(1, BLOCK_TOKENS // (size * self.data.max_seq_length))
         block, place = divmod(step, together)
@@ -212,10 +212,10 @@ class BatchSource:
 
 
 def count_pair_parts(store: TokenStore, objective: str) -> int:
-    """Count the epoch parts of a store: fewer where pairs need other documents than the longest.
+    """Count the epoch parts of a store; fewer if one document would dominate a part.
 
-    A part of NSP in which one document has more than three quarters of the pairs has no random B's
-    for them; here none has more than a third.
+    If one document had more than three quarters of the pairs of an NSP part, there would be too few
+    random B's for them; here none has more than a third.
     """
     n_parts = count_parts(len(store))
     if objective == "nsp" and n_parts > 1:
@@ -225,7 +225,8 @@ def count_pair_parts(store: TokenStore, objective: str) -> int:
 
 
 def cut_evenly(n: int, parts: int) -> list[int]:
-    """Divide `n` items into `parts` ranges whose sizes differ by at most one; their edges."""
+    """Divide `n` items into `parts` ranges whose sizes differ by at most one; returns their
+    edges."""
     return [n * i // parts for i in range(parts + 1)]
 
 

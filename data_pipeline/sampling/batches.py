@@ -1,4 +1,4 @@
-"""Build a batch from pairs: join their tokens, and mask words of them.
+"""Build a batch from pairs: join their tokens and mask words.
 
 A batch holds its sequences end to end, without padding. A sequence is a pure function of its pair
 and of its random stream, whatever batch it is in.
@@ -47,10 +47,10 @@ class Batch:
         token_type_ids: torch.Tensor | None = None,
         next_sentence_label: torch.Tensor | None = None,
     ) -> "Batch":
-        """Build a batch of sequences of so many tokens, which lie end to end.
+        """Build a batch of sequences with the given lengths, laid end to end.
 
-        lengths: int64 (B,). By default the labels are the tokens that are masked, and those of the
-        sequences and the types are 0.
+        lengths: int64 (B,). By default the labels are the tokens at the masked positions, and
+        sequence labels and token types are 0.
         """
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -74,8 +74,8 @@ class Batch:
         return Batch(*(send(v, device) if torch.is_tensor(v) else v for v in values))
 
     def slice(self, first: int, last: int) -> "Batch":
-        """Return sequences [first, last) as a batch that shares memory with this one where it
-        can."""
+        """Return sequences [first, last) as a batch that shares memory with this one where
+        possible."""
         cu_seqlens = self.cu_seqlens[first : last + 1]
         start, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
         tokens = slice(start, end)
@@ -116,18 +116,18 @@ class Batch:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor from the CPU to `device`, without waiting for the work that is queued there; a
-    no-op on the CPU."""
+    """Copy a tensor from the CPU to `device`, without waiting for work queued there; a no-op on the
+    CPU."""
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)  # other memory would be waited for
+    return tensor.pin_memory().to(device, non_blocking=True)  # a copy from other memory would block
 
 
 def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start to copy a tensor to the CPU, without waiting for it.
 
-    Returns what waits for the copy and gives it. It does not wait for work that a GPU is given
-    later.
+    Returns a function that waits for the copy and returns it. It does not wait for work queued on
+    the GPU later.
     """
     copy = tensor.to("cpu", non_blocking=True)  # pinned, if it comes from a GPU
     if tensor.device.type == "cpu":
@@ -219,7 +219,7 @@ def lay_out_segments(pairs: np.ndarray) -> SegmentLayout:
 
 
 def join_tokens(store: TokenStore, segments: SegmentLayout) -> np.ndarray:
-    """Join slices of the store and special tokens to the tokens of a batch: int64 (T,)."""
+    """Join slices of the store and special tokens into the tokens of a batch: int64 (T,)."""
     spans = store.spans(segments.starts, segments.ends)
     cls, sep = (store.dtype.type(store.vocabulary[name]).tobytes() for name in ("[CLS]", "[SEP]"))
     n = len(spans) // 2
@@ -236,7 +236,7 @@ def find_words(
     streams: np.ndarray,
     tokens: np.ndarray,
 ) -> Words:
-    """Find what is masked together: words, spans of them, or single tokens.
+    """Find the masking units: words, spans of words, or single tokens.
 
     A word runs from one word start to the next; a segment always starts with one.
     streams: uint64 (B,), to draw the lengths of spans. tokens: int64 (T,), before masking.
@@ -275,7 +275,7 @@ def mask_words(
     """Choose the words to predict, and replace their tokens, in place.
 
     tokens: int64 (T,). Returns int64 (M,), ascending positions of the masked tokens, and int64
-    (M,), what they were.
+    (M,), their original ids.
     """
     chosen = choose_words(
         words.sequence, words.length, streams, data.masked_lm_prob, data.max_predictions_per_seq

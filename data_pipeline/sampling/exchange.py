@@ -1,5 +1,5 @@
-"""Exchange the second segments of half of the pairs, so that exactly half become random, no B comes
-from its A's document, and lengths do not tell which.
+"""Exchange the second segments of half of the pairs, so that exactly half become random, no random
+B comes from its A's document, and lengths do not reveal the label.
 
 Works on columns of numbers alone: the document of each chunk and the length of its B.
 """
@@ -15,7 +15,8 @@ BUCKET = 4  # chunks with B's of about equal length; half of them exchange their
 def exchange_second_segments(
     document: np.ndarray, length: np.ndarray, inside: np.ndarray, draw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exchange the B's of half of the chunks, each with one of another document and similar length.
+    """Exchange the B's of half of the chunks, each with a B of similar length from another
+    document.
 
     document, length, inside: (chunks,), document of each chunk, tokens of its B, and whether its B
     starts inside a segment. draw: uint64 (chunks,), random numbers.
@@ -36,14 +37,14 @@ def exchange_second_segments(
     Exactly half of the pairs become random, and their B's are as long as the others, because each
     bucket gives away the same B's that it takes back. No document may have more than half of the
     exchanging chunks of a bucket: sorted by document and rotated by half of their number, no chunk
-    then receives a B of its own document. Where that limit cannot be kept, because one document
-    has too many of a bucket's chunks, the bucket is merged with its neighbour and drawn anew.
+    then receives a B of its own document. If one document has too many of a bucket's chunks for
+    this limit, the bucket is merged with its neighbour and drawn again.
     """
     n = len(document)
     check_documents(document)
     by_length = sort_rows(inside, length, draw=draw)
-    # the lower half of the draws: the upper one orders B's of one length, and those chosen by it
-    # too would be the longer B's of each bucket that holds two lengths
+    # use the lower half of the draws: the upper half orders B's of equal length, so choosing by it
+    # would choose the longer B's in a bucket with two lengths
     document, draw = document[by_length], draw[by_length] << np.uint64(32)
     swaps_only = np.count_nonzero(np.bincount(document)) == 2  # all that two documents can do
     giver = np.full(n, -1)
@@ -114,7 +115,7 @@ def choose_takers(
     runs = run_starts(bucket, document[by_document])
     rank = numbers - np.maximum.accumulate(np.where(runs, numbers, 0))  # among its document's
     is_over = rank >= (places // 2)[bucket]
-    # those beyond the limit last, so that they are chosen only where nothing else is left
+    # those beyond the limit come last, so that they are chosen only if nothing else is left
     order = sort_packed(bucket, is_over, draw=draw[by_document], last=rows - first)
     order += numbers - (rows - first)
     chosen = np.zeros(len(rows), bool)

@@ -79,8 +79,8 @@ def held_out_shortfall(manifest: dict) -> str | None:
 
 
 def lack_of_sentences(manifest: dict, objective: str) -> str | None:
-    """Describe why pairs of sentences say little here; None if documents have several sentences, or
-    no pairs are made of them."""
+    """Describe why sentence pairs are of little use here; None if documents have several sentences,
+    or if no pairs are made."""
     documents, sentences = (manifest["train"][name] for name in ("documents", "sentences"))
     if objective == "none" or sentences >= FEW_SENTENCES * documents:
         return None
@@ -92,8 +92,8 @@ def lack_of_sentences(manifest: dict, objective: str) -> str | None:
 
 
 def list_other_settings(config: DataConfig, manifest: dict) -> list[str]:
-    """Describe how settings of the vocabulary and the corpus differ from those that the store of a
-    manifest was built with, as far as they tell it without the text."""
+    """Describe how settings of vocabulary and corpus differ from those that a manifest's store was
+    built with, as far as this shows without the text."""
     built, sources = manifest.get("settings", {}), config.corpus.each_source()
     places = {str(i): source for i, source in enumerate(sources)}
     number = len({match[1] for key in built if (match := OF_SOURCE.fullmatch(key))})

@@ -1,10 +1,10 @@
 """Choose the words that the model has to predict, and the tokens that it sees in their place.
 
 80 % of the chosen tokens become [MASK], 10 % become random tokens and 10 % stay unchanged (Devlin
-et al. 2018, 3.1). Words are chosen whole, but each token of a chosen word has a draw of its own, as
-in google-research/bert. With one draw per word a model would never see a half-hidden word, and a
-user's single [MASK] inside a Chinese word is one: held-out loss on such masks is 6.5 instead of 5.1
-nats. A span, though, has one draw, as in SpanBERT; an n-gram has one for each token, as in ALBERT.
+et al. 2018, 3.1). Words are chosen whole, but each token of a chosen word has its own draw, as in
+google-research/bert. With one draw per word, a model would never see a half-hidden word, such as a
+Chinese word with a single [MASK] inside: held-out loss on such masks is 6.5 instead of 5.1 nats. A
+span has one draw, as in SpanBERT; an n-gram has one per token, as in ALBERT.
 
 A word is chosen with the same probability whatever its number of tokens. The usual rule (take words
 in random order, skip those that exceed the budget) masks 16 % of short words and 12 % of long ones.
@@ -43,9 +43,9 @@ def choose_words(
 
     Only A starts on the arc and is chosen, with all of its 4 tokens. Because of the turn the start
     of a word lies anywhere on the circle with equal probability, so that it falls on the arc with
-    probability 3 / 10, exactly and for every word. It follows that 30 % of the tokens are chosen on
-    average, and in each sequence that number to within a word. The usual rule with a budget of 3
-    tokens would never choose A, C one time in three, and B and D two times in three.
+    probability 3 / 10, exactly and for every word. So 30 % of the tokens are chosen on average, and
+    in each sequence 30 % to within one word. The usual rule with a budget of 3 tokens would never
+    choose A, C one time in three, and B and D two times in three.
 
     word_sequence: int64 (W,), ascending; sequence index of each word.
     word_length: int64 (W,), tokens per word.
@@ -87,7 +87,7 @@ def starts_span(segment: np.ndarray, streams: np.ndarray, shares: np.ndarray) ->
     Each segment becomes a row of spans of random lengths. `choose_words` then selects among spans
     as it does among words, so that masked spans have these lengths and none crosses a [SEP].
 
-    shares: how frequent spans of 1, 2, ... words are, in any unit; a row of `SPANS`.
+    shares: relative frequencies of spans of 1, 2, ... words; a row of `SPANS`.
     segment: int64 (W,), ascending; segment of each word: 2 i is A of sequence i, 2 i + 1 is B.
     streams: uint64 (B,), random stream of each sequence.
     """

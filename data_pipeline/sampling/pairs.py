@@ -36,7 +36,7 @@ RUN = 4096  # most segments to cut into chunks one after another
 
 @dataclass
 class Segments:
-    """The units that chunks are made of: sentences, those too long for a sequence cut at words.
+    """The units that chunks are made of: sentences, cut at words if too long for a sequence.
 
     offsets: int64 (segments + 1,), token at which each segment starts, and the end.
     document: int64 (segments,), document of each segment.
@@ -71,8 +71,8 @@ def cut_segments(
 ) -> Segments:
     """Cut the sentences of a store into segments of at most `max_tokens`, at words.
 
-    both_ways: cut every second long sentence from its end, so that its short rest is as often the
-    first of its segments as the last; for the objective `sop`, to which that would tell the order.
+    both_ways: cut every second long sentence from its end, so that the short remainder is as often
+    the first of its segments as the last; otherwise it would reveal the order to objective `sop`.
     """
     offsets = store.sentence_offsets
     extra = []
@@ -200,7 +200,7 @@ def chunk_starts(
     is_start[int(stream) % RUN :: RUN] = True
     first = np.flatnonzero(is_start)
     short = np.flatnonzero(draw & np.uint64(0xFFFF) < np.uint64(round(short_seq_prob * 65536)))
-    limit = offsets[:-1] + max_tokens  # where a chunk that starts at each segment has to end
+    limit = offsets[:-1] + max_tokens  # latest end of a chunk that starts at each segment
     limit[first] -= random_below(draw[first], max_tokens - max_tokens // 2 + 1)
     limit[short] = offsets[short] + 2 + random_below(draw[short], max_tokens - 1)
     at, end = first, np.append(first[1:], len(document))  # current chunk and end of each run
@@ -238,10 +238,11 @@ def choose_directions(
 def rebalance_single_segment_chunks(
     offsets: np.ndarray, document: np.ndarray, starts: np.ndarray, max_tokens: int
 ) -> np.ndarray:
-    """Move a segment from the chunk before to each chunk that has only one; the new `starts`.
+    """Move a segment from the chunk before to each chunk that has only one; returns the new
+    `starts`.
 
-    Only from a chunk of the same document with three segments or more, and only if it fits. A
-    chunk of one segment could otherwise be split into A and B only inside a sentence.
+    The chunk before must be of the same document and have three segments or more, and the segment
+    must fit. A chunk of one segment could be split into A and B only inside a sentence.
     """
     size = np.diff(starts, append=len(document))
     before = np.append(0, size[:-1])
@@ -262,8 +263,9 @@ def split_chunks(
     """Split each chunk at random into A and B.
 
     Returns the token at which B starts, int64 (chunks,), and whether that is inside a segment, bool
-    (chunks,). Splits between two segments where the chunk has two, else at a word (see `word_near`
-    for `both_ways`). A chunk of one word cannot be split: its B starts at the start of the chunk.
+    (chunks,). Splits between two segments if the chunk has two or more, else at a word (see
+    `word_near` for `both_ways`). A chunk of one word cannot be split: its B starts at the start of
+    the chunk.
     """
     size = np.diff(starts, append=len(segments.document))
     draw = random_u64(stream, starts)
@@ -287,12 +289,13 @@ def word_near(
 
     Takes the first word start at or after a random token, or the last one before it. This makes
     the part before it the longer one on average, by half a word.
-    both_ways: looks the other way first for a random half, which makes neither part the longer.
+    both_ways: search in the other direction first for a random half, so that neither part is
+    longer.
     """
     place = start + 1 + random_below(draw, np.maximum(end - start - 1, 1))
     first = np.where(both_ways & (draw & np.uint64(1) == 1), -1, 1)
     for step in (first, -first):
-        place = np.clip(place, start + 1, end - 1)  # back from beyond an end
+        place = np.clip(place, start + 1, end - 1)  # keep inside the range
         open_ = np.flatnonzero((place > start) & (place < end))
         while len(open_):
             open_ = open_[~store.starts_word(place[open_])]
@@ -312,7 +315,7 @@ def truncate(
     """Shorten pairs that exceed `max_tokens`, in place.
 
     Drops whole words from the end of the longer segment, which keeps at least half a sequence (less
-    a word); where that is not enough, shortens the other segment in the same way.
+    a word); if that is not enough, shortens the other segment in the same way.
     """
     for _ in range(2):
         a, b = a_end - a_start, b_end - b_start

@@ -1,6 +1,6 @@
 """Find damage in what training reads: the files of a store and of its vocabulary.
 
-Hashes find what has changed since the store was built, and bounds what was wrong when it was.
+Hashes reveal changes since the store was built, and bounds reveal errors from building it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 
 SPLITS = ("train", "held_out")
-CHECKED_FILE = "checked.json"  # in data_dir: what was found sound, by path
+CHECKED_FILE = "checked.json"  # in data_dir: files that passed the check, by path
 BLOCK = 1 << 22  # numbers to compare with their bounds at once
 
 
@@ -27,8 +27,8 @@ def check_data(data_dir: Path, again: bool = False) -> int:
     """Compare the files of a store and of its vocabulary with their hashes, and ids and offsets
     with their bounds.
 
-    Files that were found sound are not read again while their path, size and time of change stay
-    as they are, unless `again`.
+    Files that passed are not read again while their path, size and modification time stay the same,
+    unless `again`.
     Returns the number of files. Raises `UserError` that names the first damaged one.
     """
     store_dir = data_dir / "store"
@@ -42,7 +42,7 @@ def check_data(data_dir: Path, again: bool = False) -> int:
     sound = {path: stamp for path, stamp in stamps.items() if Path(path) not in todo}
     with progress_bar("checking", sum(p.stat().st_size for p in todo), "B", delay=2) as bar:
         for path in todo:
-            keep_checked(data_dir, sound)  # but not the last one: bounds are to be compared yet
+            keep_checked(data_dir, sound)  # all but the last one: bounds have yet to be compared
             if hash_file(path, bar.update) == wanted[path]:
                 sound[str(path)] = stamps[str(path)]
             else:
@@ -90,7 +90,7 @@ def describe(path: Path, sha256: str) -> list:
 
 
 def read_checked(data_dir: Path) -> dict[str, list]:
-    """Read what was found sound; nothing if that is damaged too."""
+    """Read which files passed the check; nothing if that record is damaged too."""
     try:
         return read_json(data_dir / CHECKED_FILE, {str: list}, "")
     except (UserError, OSError):
@@ -98,7 +98,8 @@ def read_checked(data_dir: Path) -> dict[str, list]:
 
 
 def keep_checked(data_dir: Path, sound: dict[str, list]) -> None:
-    """Write what was found sound; in a folder that cannot be written it is read at every start."""
+    """Write which files passed the check; if the folder cannot be written, every start reads all
+    files."""
     with suppress(OSError):
         text = json.dumps(sound, indent=1) + "\n"
         write_file(data_dir / CHECKED_FILE, text.encode(), shared=True)

@@ -30,7 +30,7 @@ ARRAYS = ("tokens", "sentence_offsets", "document_offsets")
 DTYPES = {"tokens": ("<u2", "<u4"), "word_starts": ("|u1",)}  # of the others: int64
 PART_TOKENS = 1 << 28  # tokens per epoch part: drawing its pairs takes about 1 GB of memory
 RUNS = 256  # runs of documents per epoch part, enough to make each part a sample of the whole
-# errors that say something about the machine and nothing about the files
+# errors that come from the machine, not from the files
 RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EIO)
 
 
@@ -134,7 +134,7 @@ class TokenStore:
 
 
 def count_parts(tokens: int) -> int:
-    """Count the epoch parts that the pairs of an epoch over so many tokens are drawn in."""
+    """Count the epoch parts in which the pairs of so many tokens are drawn."""
     return max(1, -(-tokens // PART_TOKENS))
 
 
@@ -155,7 +155,7 @@ def find_run_edges(
 
 
 class StoreView:
-    """Some documents of a store as if they were a store of their own, with positions from 0.
+    """Some documents of a store, presented as a store of their own, with positions from 0.
 
     Has what drawing pairs needs: the offsets, `starts_word` and `spans`.
     documents: int64 (runs, 2), ascending; first document of each run, and the one after its last.

@@ -1,4 +1,4 @@
-"""The pieces of a vocabulary, as pairs, masks and model use them, without `tokenizers`."""
+"""The pieces of a vocabulary, as pairs, masks and the model need them, without `tokenizers`."""
 
 import hashlib
 from collections import Counter
@@ -37,8 +37,9 @@ class Vocabulary:
     def of(cls, pieces: list[str], sha256: str = "") -> "Vocabulary":
         """Build a vocabulary from its pieces in the order of their ids.
 
-        It is no WordPiece if more pieces have one of the marks `BEGINS` than begin with ##. Where
-        they are less than a tenth, as in Chinese, marks do not tell words, and each piece is one.
+        It is not WordPiece if more pieces have one of the marks `BEGINS` than begin with ##. If
+        fewer than a tenth have it, as in Chinese, marks do not delimit words, and each piece is a
+        word.
         """
         counts = Counter(piece[:1] for piece in pieces)
         inside = np.array([piece.startswith("##") for piece in pieces], bool)
@@ -65,7 +66,8 @@ class Vocabulary:
         return self.ids[piece if piece in self.ids else OTHER_NAMES.get(piece, piece)]
 
     def show(self, token: int) -> str:
-        """Return a piece as people read it, without the mark of a space; bytes as their text."""
+        """Return a piece in readable form: without the mark of a space, and bytes decoded to
+        text."""
         piece = self.pieces[token]
         if self.begin is None:
             return piece
