@@ -1,5 +1,5 @@
-"""The training loop. Open this file first: micro-batches, model, loss, backward pass, clipping,
-update, then logging, evaluation and checkpoints at their intervals.
+"""The training loop. Start reading here: micro-batches, model, loss, backward pass, clipping,
+clipping, update, and at their intervals logging, evaluation and checkpoints.
 
 Counts are global. The loss of a step divides each objective's sum by the number of its labels in
 the whole step, over all micro-batches and processes, not by those of one micro-batch. Example: a
@@ -74,11 +74,11 @@ def train(config: Config) -> None:
     """Train a model as the config says, resuming from the newest checkpoint of `run_dir`, and
     export it.
 
-    Raises `UserError` for mistakes of config or data, before anything is written, and `Stopped`
-    after a signal that `catch_signals` has caught, with a checkpoint of the step it came in.
+    Raises `UserError` for errors in config or data, before anything is written, and `Stopped` after
+    a signal that `catch_signals` has caught, with a checkpoint of the step in which it came.
     """
     run = set_up(config)
-    # from here on, on all ranks, a signal has a step to finish, for which the next start waits
+    # from here on, all ranks finish a step after a signal, and the next start waits for that
     run.accelerator.wait_for_everyone()
     hold_signals(run.announce_stop)
     record = Record(run)
@@ -180,7 +180,8 @@ class Record:
             self.bar.set_postfix_str(said, refresh=False)
 
     def log_skipped(self, run: Run, step: int, sums: torch.Tensor) -> None:
-        """Record the examples of a skipped step, which `BatchSource.batch` of its phase builds."""
+        """Record the examples of a skipped step, which `BatchSource.batch` of its phase can
+        rebuild."""
         if run.is_main:
             phase = phase_at(run.phases, step)
             size, losses = phase.train.global_batch_size, sums[:, 0].tolist()
@@ -207,7 +208,7 @@ def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int, int]]:
 
 
 def enter_phase(run: Run, step: int) -> Phase:
-    """Find the phase of a step, and start the positions that it adds where it begins."""
+    """Find the phase of a step; on its first step, initialize the positions that it adds."""
     phase = phase_at(run.phases, step)
     if step == phase.start:
         start_positions(run, phase)
@@ -215,11 +216,12 @@ def enter_phase(run: Run, step: int) -> Phase:
 
 
 def start_positions(run: Run, phase: Phase) -> None:
-    """Continue the embeddings of the positions that are trained to those that a phase adds (a
-    collective call).
+    """Continue the trained position embeddings to the positions that a phase adds (a collective
+    call).
 
-    Tokens there then look at their neighbours at once, as the others do; random embeddings take
-    longer to learn it than a short phase lasts. A model of `init_from` has them all.
+    Tokens there then attend to their neighbours at once, as elsewhere; with random embeddings they
+    would take longer to learn this than a short phase lasts. A model of `init_from` has all
+    positions.
     """
     trained = max((p.data.max_seq_length for p in run.phases if p.end <= phase.start), default=0)
     size = phase.data.max_seq_length
@@ -251,11 +253,11 @@ def abort_run(run: Run, record: Record, step: int) -> NoReturn:
 
 
 def answer_spike(run: Run, record: Record, done: int) -> None:
-    """Go on with the weights of a checkpoint before a spike, or warn, or stop all ranks, as
+    """Return to the weights of a checkpoint before a spike, or warn, or stop all ranks, as
     `train.on_spike` says (a collective call).
 
-    The steps since that checkpoint are passed over, since their data may be the cause. Stops if
-    there is none, or if the run went back to it before.
+    The data since that checkpoint are skipped, since they may be the cause. Stops if there is no
+    such checkpoint, or if the run went back to it before.
     """
     monitor, action = record.monitor, run.config.train.on_spike
     if action == "warn":
@@ -269,7 +271,7 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
     if action == "rollback" and good and good.name != monitor.state["went_back_to"]:
         load_model(good, run.bare)
         load_optimizers(good, run.bare, run.optimizers)
-        for phase in run.phases:  # those whose positions the weights of the checkpoint lack
+        for phase in run.phases:  # phases whose positions the checkpoint has not trained
             if step_of(good) <= phase.start < done:
                 start_positions(run, phase)
         monitor.note_rollback(done, good.name)
@@ -287,8 +289,8 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
 
 
 def evaluate_run(run: Run, record: Record, done: int) -> None:
-    """Evaluate the model on the held-out pairs, at the length of its phase too, and by its probes;
-    checkpoint and export record the metrics.
+    """Evaluate the model on the held-out pairs, also at the length of its phase, and with the
+    probes; checkpoint and export record the metrics.
 
     A signal stops the run between two batches, or two passes of the probes; the next start then
     evaluates.
@@ -319,14 +321,14 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
 
 
 def make_due_evaluation(run: Run, record: Record) -> None:
-    """Make the evaluation that a signal has stopped before this start, if any."""
+    """Repeat the evaluation that a signal interrupted before this start, if any."""
     if run.state.pop("evaluation_due", False):
         evaluate_run(run, record, run.state["step"])
         save_run(run, record, run.state["step"])
 
 
 def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:
-    """Stop all ranks on the signal that came in an evaluation, which the next start makes."""
+    """Stop all ranks on a signal during an evaluation, which the next start repeats."""
     run.state["evaluation_due"] = True
     stop_run(run, record, done, agree_on_signal(run.accelerator))
 
@@ -334,13 +336,13 @@ def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:
 def save_run(run: Run, record: Record, done: int) -> None:
     """Start to write a checkpoint when the one before it is written (a collective call).
 
-    Stops all ranks if that has failed, or if their weights differ.
+    Stops all ranks if writing that one failed, or if their weights differ.
     """
     sizes = [source.part_sizes for source in run.sources]
     run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
     run.state["monitor"] = record.monitor.state
     folder, settings = run.run_dir / "checkpoints", run.config.train
-    # while steps are skipped or a spike begins, all stay: one of them is the last good one
+    # while steps are skipped or a spike begins, keep all checkpoints: one is the last good one
     keep = settings.max_steps if record.monitor.is_sick else settings.keep_checkpoints
     kept = keep, settings.keep_every
     tensors = run.bare, run.optimizers
@@ -358,11 +360,11 @@ def finish_writing(run: Run) -> Path | None:
     """Wait until the last checkpoint of this start is on disk (a collective call); returns its
     folder, or None before the first. Stops all ranks if it could not be written.
 
-    However long it takes, no rank waits in one collective call, which would fail after
+    Ranks wait in many short collective calls, since a single long one would fail after
     `train.timeout_s`.
     """
 
-    def is_written() -> bool:  # or has failed; waits a second for that
+    def is_written() -> bool:  # or failed; waits up to a second
         return not run.writing or bool(wait([run.writing], timeout=1).done)
 
     while not share_from_main(is_written, run.accelerator):
@@ -372,7 +374,7 @@ def finish_writing(run: Run) -> Path | None:
 
 def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
     """Write a checkpoint and end all ranks, after a signal."""
-    run.announce_stop()  # the signal may have come to another rank
+    run.announce_stop()  # the signal may have reached another rank only
     save_run(run, record, done)
     saved = finish_writing(run)
     record.bar.close()
@@ -387,7 +389,7 @@ def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
 
 
 def finish(run: Run, record: Record) -> None:
-    """Export the last checkpoint, write the page of the run and print a summary.
+    """Export the last checkpoint, write the run report and print a summary.
 
     Stops all ranks instead if the run has diverged.
     """
@@ -395,7 +397,7 @@ def finish(run: Run, record: Record) -> None:
     finish_writing(run)
     state, run_dir = run.state, run.run_dir
     why_not = record.monitor.explain_divergence(state["evaluation"])
-    leave_group(run)  # so that nobody waits for the main process, or fails with it
+    leave_group(run)  # so that no rank waits for the main process, or fails with it
     with run.lock:
         if run.is_main:
             record.tracker.close()
@@ -424,7 +426,7 @@ def read_steps(
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of one rank for each step from `start` to the end.
 
-    A thread draws the first pairs of the next phase in the second half of one.
+    In the second half of a phase, a thread draws the first pairs of the next.
     """
     for phase, source, following in zip(phases, sources, [*sources[1:], None], strict=True):
         sizes = (phase.train.global_batch_size, phase.train.micro_batch_size)
@@ -473,10 +475,10 @@ def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
 
 
 def drop_pair_gradients(model: PretrainingModel, phase: Phase) -> None:
-    """Free the gradients of the pair heads in a phase without pairs, where they are 0.
+    """Free the gradients of the pair heads in a phase without pairs, in which they are 0.
 
-    The optimizers then leave the heads alone; with gradients of 0 they would decay the weights, and
-    count steps from which the heads have learned nothing.
+    The optimizers then skip the heads. With zero gradients they would still decay the weights and
+    advance the step counts.
     """
     if phase.data.single_segment_prob == 1 and model.nsp:
         for head in (model.pooler, model.nsp):
