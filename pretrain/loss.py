@@ -15,10 +15,10 @@ from pretrain.models.cpu import ROW_MULTIPLE, fill_rows
 
 CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # float32 scores in memory at once; twice as many bf16
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 25}  # scores per softmax, so that a block fits the cache
-# Rows of scores whose bytes are no multiple of 16 keep a GPU from its fastest products: those
-# of BERT's 30,522 tokens. NVIDIA's recipe gives the model six more; here only a pass has them.
+# A GPU's fastest products need rows of a multiple of 16 bytes, unlike the scores of BERT's 30,522
+# tokens. NVIDIA's recipe adds six tokens to the model; here they are added for each pass only.
 COLUMN_MULTIPLE = {"cpu": 1, "cuda": 8}
-BINS, MOST_LOGIT = 4096, 16.0  # of a curve: scores are told apart from -16 to 16
+BINS, MOST_LOGIT = 4096, 16.0  # of a curve: resolves scores from -16 to 16
 
 
 def linear_cross_entropy(
@@ -32,8 +32,8 @@ def linear_cross_entropy(
 
     x: (M, D). weight: (V, D). bias: (V,). labels: int64 (M,).
     chance: (M,), uniform in [0, 1); None: draw nothing. A row's draw is the first class at which
-    the sum of the probabilities exceeds its number, so it takes one random number, where adding
-    Gumbel noise to the scores takes V, and is the same in chunks of any size.
+    the sum of the probabilities exceeds its number, so it takes one random number, where Gumbel
+    noise would take V, and does not depend on the chunk size.
     Returns two scalars: the loss in nats, and the number of labels with the highest score (ties
     count as correct), both 0 if M = 0; and the draws, int64 (M,), 0 where nothing was drawn. Under
     autocast the products use its dtype; the loss is at least float32. Only it has a gradient.
@@ -126,7 +126,7 @@ def chunks(
 
 
 def fill_columns(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Add classes without any chance, up to a multiple on a GPU: (V, D), (V,) -> (W, D), (W,)."""
+    """Pad with classes of probability 0 to a multiple on a GPU: (V, D), (V,) -> (W, D), (W,)."""
     multiple = COLUMN_MULTIPLE.get(weight.device.type, COLUMN_MULTIPLE["cuda"])
     filler = -len(weight) % multiple
     if not filler:
@@ -161,7 +161,7 @@ def replaced_token_loss(logits: Tensor, is_replaced: Tensor) -> tuple[Tensor, Te
 
 
 def count_scores(logits: Tensor, is_replaced: Tensor) -> Tensor:
-    """Count how many tokens score how high, for `metrics.area_under_curve`.
+    """Build histograms of token scores for `metrics.area_under_curve`.
 
     logits: (T,), in which a diverged model's NaN counts as 0. is_replaced: bool (T,).
     Returns float64 (2, BINS), of original and of replaced tokens.

@@ -3,12 +3,12 @@
 The loop knows nothing about an objective except its part of the loss of a step:
 weight x (sum of losses) / (count in the whole step).
 
-Each objective has a `name` (the prefix of its metrics), the `heads` of the model that it asks for,
-a `weight`, `count(batch)` (the number of its labels in a batch), `measure(model, states, batch)`,
-which returns a row of three sums, and `baselines(store, pairs, epoch)`: what guesses without a
-model reach on held-out documents. `ReplacedTokens` alone is measured otherwise: `Electra` gives it
-the logits of a batch whose masks its generator has filled. Rows of micro-batches, processes and
-steps are added up; a metric is a quotient of such sums.
+Each objective has a `name` (the prefix of its metrics), the `heads` of the model that it needs, a
+`weight`, `count(batch)` (the number of its labels in a batch), `measure(model, states, batch)`,
+which returns a row of three sums, and `baselines(store, pairs, epoch)`: the scores of guesses
+without a model on held-out documents. Only `ReplacedTokens` is measured differently: `Electra`
+gives it the logits of a batch whose masks its generator has filled. Rows of micro-batches,
+processes and steps are added up; a metric is a quotient of such sums.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ ROW = 3  # sum of losses in nats, number of correct predictions, number of label
 
 
 class States(NamedTuple):
-    """The last hidden states that the heads look at, and what tokens they are scored by."""
+    """The last hidden states that the heads read, and the sample of tokens to score."""
 
     masked: Tensor  # (M, D), of the masked positions
     first: Tensor  # (B, D), of [CLS]
@@ -102,7 +102,7 @@ class SentencePairs:
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
         """Compute the accuracies of one answer for all `pairs`, and of guesses by lengths and by
-        shared words, which are fitted and judged on the pairs of an `epoch`."""
+        shared words, which are fitted and tested on the pairs of an `epoch`."""
         is_one = float(pairs["label"].mean())
         return {
             "nsp_majority": max(is_one, 1 - is_one),
@@ -115,8 +115,8 @@ class SentencePairs:
 class BagOfWords:
     """Predict from [CLS] which tokens of the sequence are masked, in no order, by the MLM head.
 
-    Teaches [CLS] what a sequence is about, at no parameter more (Ma et al. 2024, arXiv:2401.11248,
-    who predict all tokens of the sequence).
+    Teaches [CLS] what a sequence is about, without extra parameters (Ma et al. 2024,
+    arXiv:2401.11248, who predict all tokens of the sequence).
     """
 
     name: ClassVar[str] = "bag"
@@ -143,9 +143,9 @@ class BagOfWords:
 
 @dataclass(frozen=True)
 class ReplacedTokens:
-    """Tell for each token whether a generator put it there (Clark et al. 2020, section 2).
+    """Predict for each token whether a generator replaced it (Clark et al. 2020, section 2).
 
-    A loss of all tokens is small beside that of masked ones, hence the paper's weight.
+    The loss over all tokens is small compared with that of masked tokens, hence the paper's weight.
     """
 
     name: ClassVar[str] = "rtd"
@@ -160,12 +160,11 @@ class ReplacedTokens:
         return row(*replaced_token_loss(logits, find_replaced(batch)), self.count(batch))
 
     def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
-        return {}  # what a guess reaches depends on the generator
+        return {}  # the score of a guess depends on the generator
 
 
 def find_replaced(batch: Batch) -> Tensor:
-    """Tell for each token of a batch whose masks are filled whether it is another than the
-    original, bool (T,)."""
+    """Mark the tokens of a batch with filled masks that differ from the original, bool (T,)."""
     original = batch.input_ids.index_copy(0, batch.masked_positions, batch.masked_labels)
     return batch.input_ids != original
 

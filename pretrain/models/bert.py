@@ -1,5 +1,5 @@
-"""BERT and its relatives with their pretraining heads (Devlin et al. 2018): the model, and how many
-operations it takes. A row of `pretrain.families` tells what is special about a family.
+"""BERT and its relatives with their pretraining heads (Devlin et al. 2018): the model and its
+operation count. A row of `pretrain.families` says how a family differs.
 
 Shapes: B sequences, T tokens in total, M masked positions, D hidden size, E embedding size, V
 vocabulary.
@@ -22,7 +22,7 @@ from pretrain.models.neighbours import look_at_neighbours, sines
 from pretrain.objectives import ROW, States, objectives_of
 from pretrain.sampled_softmax import take_sample
 
-MOST_EPS = 1e-10  # of a LayerNorm that any size of embeddings leaves alone
+MOST_EPS = 1e-10  # a LayerNorm with at most this eps is insensitive to the size of the embeddings
 
 
 class Encoder(nn.Module):
@@ -40,8 +40,8 @@ class Encoder(nn.Module):
     def transform(self, x: Tensor, batch: Batch, rows: Tensor | None = None) -> Tensor:
         """Compute the last hidden states of tokens from their embeddings: (T, E) -> (R, D).
 
-        rows: int64 (R,), the tokens that are wanted; None: all of them. The last layer, but for its
-        attention, computes on no others: the heads look at one token in three or in six.
+        rows: int64 (R,), the tokens that are wanted; None: all of them. The last layer, except its
+        attention, computes only these: the heads read one token in three to six.
         """
         wanted, uses = len(x if rows is None else rows), self.config.num_hidden_layers
         x = fill_rows(x, TOKEN_MULTIPLE)
@@ -57,15 +57,15 @@ class Encoder(nn.Module):
         return x[:wanted]
 
     def transform_seen(self, x: Tensor, batch: Batch) -> States:
-        """Compute the last hidden states that the heads look at from the embeddings, (T, E)."""
+        """Compute the last hidden states that the heads read from the embeddings, (T, E)."""
         rows = torch.cat([batch.masked_positions, batch.cu_seqlens[:-1].long()])
         states = self.transform(x, batch, rows)
         return States(*states.tensor_split([len(batch.masked_positions)]))
 
 
 class PretrainingModel(Encoder):
-    """An encoder with its embeddings and the heads that its objectives ask for: MLM, pooler and
-    pair head, replaced tokens.
+    """An encoder with its embeddings and the heads that its objectives need: MLM, pooler and pair
+    head, replaced tokens.
 
     Label 0 of a pair means that B follows A, 1 that it does not.
     """
@@ -97,9 +97,9 @@ class PretrainingModel(Encoder):
     def start_at_frequencies(self, counts: Tensor) -> None:
         """Set the MLM bias to the log frequencies of the tokens in the corpus.
 
-        The model then starts at the unigram entropy. From a bias of 0 it learns the frequencies
-        first, by pushing the embeddings of all rare tokens in one direction, which they never
-        leave: three quarters of the energy of the embeddings were in it.
+        The loss then starts at the unigram entropy. From a bias of 0 the model first learns the
+        frequencies by pushing the embeddings of all rare tokens in one direction, where they stay:
+        it held three quarters of the embeddings' energy.
 
         counts: float (V,); 0.1 is added, so that unseen tokens have a finite bias.
         """
@@ -120,8 +120,8 @@ class PretrainingModel(Encoder):
         """Start the positions as sines, and the attention of the first layers at the tokens beside
         each (see `neighbours`); not where embeddings are projected, as in ALBERT.
 
-        The later layers stay random, and [CLS] has no position, so that it looks at all tokens:
-        pairs are told by what is far apart.
+        The later layers stay random, and [CLS] has no position, so that it attends to all tokens:
+        the pair label depends on tokens far apart.
         """
         if self.project:
             return
@@ -149,7 +149,8 @@ class PretrainingModel(Encoder):
         return list(self.layers)
 
     def parts(self) -> dict[str, "PretrainingModel"]:
-        """Name the folder of each model that transformers makes of this one; "" is the export."""
+        """Map the folder of each transformers model in the export to its part; "" is the export
+        itself."""
         return {"": self}
 
     def compile_layers(self, backend: str | Callable = "inductor") -> None:
@@ -181,9 +182,9 @@ class PretrainingModel(Encoder):
     def score(
         self, batch: Batch, mlm_only: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Compute what the evaluation needs of a batch.
+        """Compute what the evaluation needs from a batch.
 
-        mlm_only: leave out the other objectives, of which the bag of words is as much work again.
+        mlm_only: skip the other objectives; the bag of words alone would double the work.
         Returns MLM losses in nats, float32 (M,); ranks of the labels (the number of tokens that
         score higher), int64 (M,); the rows of all objectives but MLM; and the `count_scores` of
         replaced tokens, where the model has them.
@@ -251,7 +252,7 @@ def count_products(
 
 
 def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:
-    """Give a model `size` positions: the first `trained` ones, continued if there are fewer."""
+    """Give a model `size` positions: the first `trained` ones, continued if `size` is larger."""
     table, first = model.embeddings.position.weight.detach(), model.config.first_position
     rows = torch.cat([table[:first], continue_positions(table[first : first + trained], size)])
     model.embeddings.position = nn.Embedding.from_pretrained(rows, freeze=False)
@@ -261,9 +262,10 @@ def resize_positions(model: PretrainingModel, trained: int, size: int) -> None:
 def continue_positions(table: Tensor, size: int) -> Tensor:
     """Continue the embeddings of trained positions, (L, E), to `size` positions, (size, E).
 
-    What is left of them beside the straight line that fits them best is repeated every L positions,
-    so that neighbours are to each other what they are among the trained ones. The line goes on, as
-    far again as it was trained, which tells later positions from those that they repeat.
+    The residual from the best straight-line fit is repeated every L positions, so that neighbours
+    relate to each other as in the trained range. The line continues too, over all new positions
+    together as far as over the trained ones, which distinguishes later positions from those that
+    they repeat.
     """
     trained = len(table)
     if size <= trained:
@@ -279,18 +281,18 @@ def continue_positions(table: Tensor, size: int) -> Tensor:
 def settle_embeddings(model: PretrainingModel) -> None:
     """Centre the embeddings and give them the size of random ones, with the same predictions.
 
-    Adam moves the embeddings of all rare tokens in one direction, which after a long run is most of
-    their length. Nothing sees it: a softmax ignores what all its scores share, and what all tokens
-    share at the input can as well be in the token types. Their size is as free: the norms that
-    follow at the input and precede at the output undo it. Fine-tuning sees both, since the size of
-    its updates is the learning rate: embeddings of eight times the size hardly move.
+    Adam moves the embeddings of all rare tokens in one direction, which makes up most of their
+    length after a long run. It has no effect: a softmax ignores what all its scores share, and what
+    all input tokens share can move to the token types. Their scale has no effect either: the norms
+    after the input and before the output undo it. But both matter in fine-tuning, where the
+    learning rate sets the size of the updates: embeddings eight times as large hardly move.
     """
     embeddings, config = model.embeddings, model.config
     words = embeddings.word.weight
     mean = words.mean(0)
     words -= mean
     embeddings.token_type.weight += mean
-    if config.layer_norm_eps > MOST_EPS:  # it would weigh more beside smaller embeddings
+    if config.layer_norm_eps > MOST_EPS:  # eps would weigh more beside smaller embeddings
         return
     scale = config.initializer_range / words.square().mean().sqrt()
     for table in (embeddings.word, embeddings.position, embeddings.token_type):

@@ -1,4 +1,4 @@
-"""Build the model of any family, or count what it would take."""
+"""Build the model of any family, or count its parameters without building it."""
 
 from dataclasses import replace
 
@@ -46,8 +46,8 @@ def check_memory(
 ) -> int:
     """Count the parameters of a model as `count_parameters` does.
 
-    copies: of the parameters, in float32, that have to be in `memory` bytes at the same time.
-    Raises `UserError` if they are not.
+    copies: number of float32 copies of the parameters that have to fit in `memory` bytes at once.
+    Raises `UserError` if they do not.
     """
     number = count_parameters(config, vocab_size, objective)
     check(

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from data_pipeline.sampling.batches import Batch
 
 # The encoder pads the tokens of a batch to a multiple of this on a CPU: oneDNN compiles a kernel
-# for each new shape, which took a sixth of a small model's step on two threads. Few sizes also fit
-# into the places of freed ones.
+# for each new shape, which took a sixth of a small model's step on two threads. With few sizes,
+# tensors also fit into freed memory.
 TOKEN_MULTIPLE = 128
-# And the rows of the heads to a multiple of this; their number is another in each step.
+# The rows of the heads are padded to a multiple of this; their number differs in each step.
 ROW_MULTIPLE = 64
-# Padded tokens of an attention group, at most; a sequence of 512 tokens is enough work alone.
+# Maximum padded tokens of an attention group; a sequence of 512 tokens is enough work alone.
 GROUP_TOKENS = 960
 # Group lengths are padded to a multiple of this: the first product of a new shape takes four times
 # as long as the next.
@@ -42,7 +42,7 @@ def configure_cpu() -> None:
 
 def cpu_supports(feature: str) -> bool:
     """Tell whether the CPU has an instruction set, given torch's name for it."""
-    # private: torch has no public query; False where a version of torch drops this one
+    # private: torch has no public query; False if a version of torch drops this one
     ask = getattr(torch.cpu, f"_is_{feature}_supported", None)
     return bool(ask and ask())
 
@@ -60,13 +60,13 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what was freed and kept, after large work that no step repeats."""
+    """Return freed but retained memory to the system, after large work that no step repeats."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
     trim(0)
 
 
 def fill_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
-    """Add rows of zeros up to a multiple on a CPU, which wants few shapes: (N, ...) -> (M, ...)."""
+    """Pad rows with zeros to a multiple on a CPU, so that shapes recur: (N, ...) -> (M, ...)."""
     if x.device.type != "cpu":
         return x
     return F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % multiple,))
@@ -127,7 +127,8 @@ class Layout:
 
 @lru_cache(maxsize=1)  # all layers of a model ask for the same layout
 def lay_out(lengths: tuple[int, ...]) -> Layout:
-    """Divide sequences, sorted by length, into groups of equal count; the last may be smaller.
+    """Divide sequences, sorted by length, into groups of equal count; the last group may be
+    smaller.
 
     lengths: tokens of each sequence, in the order of the batch.
     """

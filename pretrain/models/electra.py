@@ -1,5 +1,5 @@
-"""ELECTRA (Clark et al. 2020, arXiv:2003.10555): a small generator fills the masks by chance, and
-the discriminator, which is the model, tells for every token whether it was replaced.
+"""ELECTRA (Clark et al. 2020, arXiv:2003.10555): a small generator fills the masks with sampled
+tokens, and the discriminator, which is the model, predicts for every token whether it was replaced.
 
     text        the   cat   sat  on  the   mat
     masked      the  [MASK] sat  on  the  [MASK]
@@ -29,7 +29,7 @@ GENERATOR = "generator"  # its folder in an export
 class Electra(PretrainingModel):
     """A discriminator, with a generator that shares its embeddings.
 
-    `mlm` is the head of the generator, so that what asks for masked tokens asks the generator.
+    `mlm` is the generator's head, so code that predicts masked tokens uses the generator.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
@@ -44,7 +44,7 @@ class Electra(PretrainingModel):
         return [*self.layers, *self.generator.layers]
 
     def parts(self) -> dict[str, PretrainingModel]:
-        """Build the two models that transformers makes of this one, of the same modules."""
+        """Build the two models that transformers has for this one, sharing its modules."""
         with torch.device("meta"):
             one = PretrainingModel(self.config, self.vocab_size, (ReplacedTokens(),))
             other = PretrainingModel(self.config.generator, self.vocab_size, (MaskedLM(),))
@@ -60,8 +60,8 @@ class Electra(PretrainingModel):
         return self.generator.transform(self.embeddings(batch), batch, batch.masked_positions)
 
     def fill(self, masked: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
-        """Compute the row of the generator from its hidden states (M, D), and the batch with its
-        masks filled."""
+        """Compute the generator's row from its hidden states (M, D), and the batch with its masks
+        filled."""
         one = self.objectives[0]
         found, drawn = one.measure_and_draw(self, masked, batch, draw_chance(batch))
         ids = batch.input_ids.index_copy(0, batch.masked_positions, drawn)
@@ -97,8 +97,8 @@ class Electra(PretrainingModel):
 def draw_chance(batch: Batch) -> Tensor:
     """Draw a number in [0, 1) for each mask, float32 (M,), as a hash of its sequence and position.
 
-    So the draws of a step need no generator, and are the same however it is divided; another epoch
-    has other masks, and other draws.
+    So the draws need no random generator and are the same however a step is divided; another epoch
+    has other masks, and thus other draws.
     """
     at = batch.masked_positions
     tokens = scramble(batch.input_ids * 65_537 + batch.position_ids)

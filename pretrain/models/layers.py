@@ -1,7 +1,7 @@
 """The parts that all families are made of: embeddings, attention, encoder layer and MLM head.
 
 Sequences are packed end to end, so linear layers compute on no padding (except a little on a CPU,
-see `TOKEN_MULTIPLE`). The last layer computes only on what the heads look at, and the MLM head on
+see `TOKEN_MULTIPLE`). The last layer computes only on what the heads read, and the MLM head only on
 the masked positions.
 
 Shapes: T tokens in total, R of them wanted, M masked positions, D hidden size, E embedding size, H

@@ -1,14 +1,14 @@
-"""Where the attention of a new model starts: at the tokens beside each token.
+"""Initialize the attention of a new model to neighbouring tokens.
 
-From random weights a model has to find out which positions are near each other before any context
-can tell it something, and the loss of a small one stays level meanwhile. So positions start as
-sines, in which a step along the text is a rotation (Vaswani et al. 2017, section 3.5), and the
-heads of the first layers, at most two and half of them, start with rotations of a few steps:
+From random weights, a model has to learn which positions are close to each other before it can use
+any context, and meanwhile the loss of a small model stays level. So positions start as sines, in
+which a step along the text is a rotation (Vaswani et al. 2017, section 3.5), and the heads of the
+first layers, at most two and half of them, start with rotations of a few steps:
 
     head        0    1    2    3    4 ...
     looks at   -1   +1   -2   +2   -1 ...        tokens from each token
 
-Training is free to change all of it: these are weights like others.
+Training can change all of this: these are ordinary weights.
 
 Shapes: P positions, D hidden size, H heads, d = D / H.
 """
@@ -27,9 +27,10 @@ GOLDEN = (5**0.5 - 1) / 2
 def frequencies(size: int) -> Tensor:
     """Choose a frequency for each two dimensions, in radians a token, float32 (size // 2,).
 
-    One in each of as many equal parts of 0 to pi, so that cosines of them add up to 0 but for
-    those of equal positions: a head does not take a token for the one beside it, nor for itself,
-    whose word is the same. At uneven places in these parts, since even ones would come round again.
+    There is one in each of as many equal parts of 0 to pi, so that their cosines sum to 0 except
+    for equal positions: a head confuses a token neither with the one beside it nor with itself,
+    whose word is the same. Their places within the parts are uneven, since evenly spaced ones would
+    be periodic.
     """
     parts = torch.arange(size // 2)
     return torch.pi * (parts + parts * GOLDEN % 1) / len(parts)
@@ -44,14 +45,15 @@ def sines(count: int, size: int) -> Tensor:
 
 @torch.no_grad()
 def look_at_neighbours(attention: Attention, config: ModelConfig) -> None:
-    """Add to the queries and keys of each head what finds the token at its offset among `sines`.
+    """Add to the queries and keys of each head the weights that find the token at its offset among
+    `sines`.
 
-    A head has a share of the frequencies. Its keys are the sines of them as they are, its queries
-    the same, rotated by what its offset adds to the angles.
+    Each head has a share of the frequencies. Its keys are their sines unchanged; its queries are
+    the same, rotated by the angle of its offset.
     """
     size, heads = config.hidden_size, config.num_attention_heads
     width, half = size // heads, size // 2
-    # after the norm, half of the variance of a dimension is that of its position
+    # after the norm, the position contributes half of the variance of a dimension
     scale = (2 * PEAK / width**0.5) ** 0.5
     for head in range(heads):
         sine = torch.arange(half)[head::heads][: width // 2]
