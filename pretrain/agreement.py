@@ -1,6 +1,6 @@
-"""Decide alike on all ranks: a signal or a NaN that one rank alone has seen counts for all.
+"""Make the same decision on all ranks: a signal or a NaN on one rank counts for all.
 
-A rank that decided by itself would skip a step that the others make, or wait for others that have
+A rank that decided alone would skip a step that the others take, or wait for ranks that have
 stopped.
 """
 
@@ -24,10 +24,10 @@ from pretrain.watch import mark
 def agree_on_step(
     sums: Tensor, norm: Tensor, stop: Signals | None, accelerator: Accelerator
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Add up what a step has found over all ranks, for `read_step` (a collective call).
+    """Sum the results of a step over all ranks, for `read_step` (a collective call).
 
     sums: float64 (objectives, ROW).
-    norm: scalar, the gradient norm, which is the same on all ranks unless one of them is sick.
+    norm: scalar, the gradient norm, which is the same on all ranks unless one of them is faulty.
     stop: the signal that this rank has to stop on, if any.
     Returns float64 (found, and what waits for it and gives it on the CPU): the mean of the norms,
     which is not finite if that of any rank is not; the signals that ranks have caught; the sums.
@@ -58,8 +58,8 @@ def agree_on_signal(accelerator: Accelerator) -> Signals | None:
 def turns(n: int, accelerator: Accelerator) -> Iterator[tuple[int, bool]]:
     """Deal n passes out to the ranks: yields (index of a pass, whether it counts).
 
-    Each rank gets equally many, since a sharded model needs all ranks in each pass; those that are
-    repeated for it at the end do not count.
+    Each rank gets equally many, since a sharded model needs all ranks in each pass; passes repeated
+    for this at the end do not count.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     for i in range(rank, -(-n // ranks) * ranks, ranks):
@@ -78,14 +78,14 @@ def name_signal(counts: Sequence[float]) -> Signals | None:
 
 
 def processor(device: torch.device) -> str:
-    """Name the kind of processor that computes; two of one kind round alike."""
+    """Name the kind of processor that computes; two of the same kind round in the same way."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def explain_difference(model: nn.Module, accelerator: Accelerator) -> str:
-    """Compare the weights of all ranks, unless each holds its shard only (a collective call).
+    """Compare the weights of all ranks, unless each holds only its shard (a collective call).
 
     model: float32. Sums of the bits do not depend on the order of addition. Ranks on another kind
     of processor than rank 0 are left out: it may round otherwise.

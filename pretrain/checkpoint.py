@@ -3,9 +3,9 @@
 `checkpoints/step-00001000/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and,
 written last, `manifest.json` with the sha256 of the others. The loop only copies the tensors. A
 thread writes the copies to a temporary folder, hashes and syncs what it has written, renames the
-folder, and only then removes older checkpoints. A run renames one that does not match its manifest
-to `.corrupt`, and uses the checkpoint before it. It holds no pickle, and no generator state, since
-all random numbers are a function of the step.
+folder, and only then removes older checkpoints. A run renames a checkpoint that does not match its
+manifest to `.corrupt`, and uses the one before it. Checkpoints hold no pickle, and no generator
+state, since all random numbers are a function of the step.
 """
 
 import json
@@ -69,7 +69,7 @@ def save_checkpoint(
     """Copy the state of a run, and start a thread that writes it by `write_checkpoint`.
 
     A collective call, since tensors may be sharded; only the process with `writes` writes, and gets
-    a future of the folder. All may go on training at once.
+    a future of the folder. All processes can continue training at once.
     """
     tensors = [tensors_of(model.state_dict(), writes)]
     tensors.append(tensors_of(optimizer_state(model, optimizers), writes))
@@ -113,7 +113,7 @@ def write_checkpoint(
         save_file(model_tensors, temporary / FILES[0])
         save_file(optimizer_tensors, temporary / FILES[1])
         (temporary / FILES[2]).write_text(state)
-        for name in FILES[:2]:  # safetensors lets nobody else read its files
+        for name in FILES[:2]:  # safetensors makes its files unreadable to other users
             (temporary / name).chmod((temporary / FILES[2]).stat().st_mode)
         manifest = {name: hash_file(temporary / name) for name in FILES}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -135,7 +135,7 @@ def write_checkpoint(
     shutil.rmtree(before, ignore_errors=True)
     for old in list_checkpoints(folder)[:-keep]:
         if not keep_every or step_of(old) % keep_every:
-            shutil.rmtree(old, ignore_errors=True)  # again after the next, if it is in use
+            shutil.rmtree(old, ignore_errors=True)  # tried again next time, if in use
     return final
 
 
@@ -152,10 +152,10 @@ def name_not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
 def tensors_of(state: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
     """Copy unsharded tensors to the CPU, one at a time; returns none of them unless `keep`."""
     tensors = ((name, unshard(tensor.detach()).contiguous()) for name, tensor in state.items())
-    # A copy on a CPU too, since the next steps change the tensors while they are written. From a
-    # GPU without waiting for each, to which torch gives page-locked memory.
+    # Copies on a CPU too, since the next steps change the tensors during the write. Copies from a
+    # GPU do not block; torch uses page-locked memory for them.
     copies = {n: t.to("cpu", copy=True, non_blocking=True) for n, t in tensors if keep}
-    if torch.cuda.is_initialized():  # not so where a run on a CPU leaves a GPU alone
+    if torch.cuda.is_initialized():  # not if a run on a CPU leaves a GPU unused
         torch.cuda.synchronize()
     return copies
 
@@ -184,8 +184,8 @@ def sync(path: Path) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint folders, oldest first; other files and links are ignored.
 
-    Raises OSError if `folder` cannot be read, in which there may be some, and `UserError` if it is
-    a link to a folder that is not there, such as a disk that is not mounted.
+    Raises OSError if `folder` cannot be read, since it may contain some, and `UserError` if it is a
+    link to a missing folder, such as a disk that is not mounted.
     """
     if folder.is_symlink() and not folder.exists():
         raise UserError(
@@ -198,7 +198,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def list_others(folder: Path) -> list[Path]:
-    """List what once was a checkpoint, such as a damaged one, or stands for one, such as a link."""
+    """List former checkpoints, such as damaged ones, and stand-ins for one, such as links."""
     known = list_checkpoints(folder)
     return [p for p in sorted(folder.glob("step-*")) if p not in known and p.suffix != ".tmp"]
 
@@ -206,7 +206,7 @@ def list_others(folder: Path) -> list[Path]:
 def find_fault(checkpoint: Path) -> str | None:
     """Check a checkpoint against its manifest; returns the fault, or None.
 
-    Raises `UserError` if a file is there and cannot be read, or is a pipe or a device, which tells
+    Raises `UserError` if a file exists but cannot be read, or is a pipe or a device: that says
     nothing about what was written.
     """
     try:
@@ -229,7 +229,7 @@ def find_fault(checkpoint: Path) -> str | None:
 
 
 def read_hashes(checkpoint: Path) -> dict[str, str] | None:
-    """Read the hashes of a checkpoint's files; None if they are not what was written."""
+    """Read the hashes of a checkpoint's files; None if the manifest is damaged."""
     try:
         return read_json(checkpoint / "manifest.json", dict.fromkeys(FILES, SHA256), "")
     except UserError:
@@ -260,7 +260,7 @@ def last_good(
 ) -> Path | None:
     """Find the newest intact checkpoint whose last step was not skipped, or None.
 
-    latest: the most steps that it may have. passed_over: steps whose weights a run has dropped.
+    latest: maximum step. passed_over: steps whose weights a run has dropped.
     """
     for checkpoint in reversed(list_checkpoints(folder)):
         step = step_of(checkpoint)
@@ -271,7 +271,7 @@ def last_good(
 
 
 def resume_checkpoint(folder: Path) -> Path | None:
-    """Find the checkpoint that a run goes on from, or None in a new run.
+    """Find the checkpoint to resume from, or None in a new run.
 
     Damaged ones after it are renamed, with a warning. Raises `UserError` if all of them are
     damaged, and renames none, so that no run goes back to step 0 by itself.
@@ -330,9 +330,9 @@ def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
 def load_optimizers(
     checkpoint: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Load the states of the optimizers from a checkpoint, in the place of what they have.
+    """Load the states of the optimizers from a checkpoint, replacing their own.
 
-    Raises `UserError` if they are of another model or optimizer: fused kernels do not look at
+    Raises `UserError` if they belong to another model or optimizer: fused kernels do not check
     shapes, and would write beyond a tensor that is too small.
     """
     parameters = dict(model.named_parameters())
@@ -342,7 +342,7 @@ def load_optimizers(
         parameter_name, _, key = name.partition("/")
         states.setdefault(parameter_name, {})[key] = value
     for optimizer in optimizers:
-        optimizer.state.clear()  # of pair heads, a checkpoint from before the pairs has none
+        optimizer.state.clear()  # a checkpoint from before the pairs has none of their heads
     for name, state in states.items():
         parameter = parameters.get(name)
         optimizer = owner.get(id(parameter))

@@ -1,8 +1,9 @@
-"""Take the memory of the largest micro-batch at the start of a run, as PyTorch's tuning guide
-recommends for inputs of variable length, and say what to do where there is not enough.
+"""Allocate the memory of the largest micro-batch at the start of a run, as PyTorch's tuning guide
+recommends for inputs of variable length, and say what to do if there is not enough.
 
-Each micro-batch has another number of tokens. What a smaller one has freed has no room for a larger
-one, so that without this a process grows for hours, and a run that does not fit ends as late.
+Each micro-batch has a different number of tokens, and a larger one does not fit into memory that a
+smaller one freed. So without this a process grows for hours, and a run that does not fit fails only
+then.
 """
 
 import re
@@ -44,8 +45,8 @@ def preallocate_memory(run: Run, weights: Tensor, step: int, clock: Clock) -> No
 
 
 def largest_batch(store: TokenStore, phase: Phase, world_size: int) -> Batch:
-    """Build as many sequences as a process has in one pass of a phase, each of the full length,
-    with the share of masked positions that the phase asks for."""
+    """Build as many sequences as a process has in one pass of a phase, each of full length, with
+    the phase's share of masked positions."""
     train, data = phase.train, phase.data
     count = largest_pass(train.global_batch_size, train.micro_batch_size, world_size)
     length = data.max_seq_length
@@ -61,7 +62,7 @@ def largest_batch(store: TokenStore, phase: Phase, world_size: int) -> Batch:
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Raise `UserError` where torch cannot allocate a tensor."""
+    """Raise `UserError` if torch cannot allocate a tensor."""
     try:
         yield
     except RuntimeError as error:

@@ -1,5 +1,5 @@
-"""Health checks of a run: warn once about each kind of trouble, count the steps that are skipped
-because their gradient is not finite, and say why a run is lost.
+"""Health checks of a run: warn once about each kind of problem, count the steps that are skipped
+because their gradient is not finite, and explain why a run has failed.
 
 All ranks see the same numbers and take the same decisions. The state is kept in the checkpoint.
 """
@@ -20,7 +20,7 @@ RECENT = 100  # steps, whose medians say what is usual
 PLATEAU = 0.1  # nats below the unigram entropy; a model that uses context gets past this
 EXPLODING = 10  # x the usual gradient norm, or MLM loss of one step
 SPIKE, SPIKE_STEPS = 1.0, 10  # nats above the usual MLM loss, in each of as many steps in a row
-DIVERGED = 2  # x the loss of guessing each token alike, which no model is worse than by design
+DIVERGED = 2  # x the loss of a uniform guess, which no working model exceeds
 FEWEST_PAIRS = 100  # of a log line, to judge their accuracy by
 MUCH_WAITING, MUCH_UNKNOWN = 0.05, 0.05  # warn above: share of time, share of tokens
 
@@ -53,7 +53,7 @@ class Monitor:
         self.guessing = math.log(len(counts))
         # by this step even slow recipes like BERT's have left the plateau, if the model learns
         self.late = min(train.max_steps // 2, train.warmup_steps + 5000)
-        # and so for pairs, from the first phase that has any to the end of the last
+        # likewise for pairs, from the first phase that has any to the end of the last
         paired = [one for one in phases if one.data.single_segment_prob < 1] or phases
         first, end = paired[0].start, paired[-1].end
         self.late_for_pairs = first + min((end - first) // 2, train.warmup_steps + 5000)
@@ -93,8 +93,8 @@ class Monitor:
         """Record the MLM loss of a step, and tell whether it is the last of `SPIKE_STEPS` in a row
         that are `SPIKE` nats above the usual loss.
 
-        loss: of a step, in nats; one that was skipped counts for nothing.
-        is_new_phase: forget what was usual, since another length or mask rate has another loss.
+        loss: of a step, in nats; a skipped step does not count.
+        is_new_phase: forget the usual loss, which depends on the length and mask rate.
         """
         state = self.state
         if is_new_phase:
@@ -150,7 +150,7 @@ class Monitor:
         return bool(self.state["in_a_row"] or self.state["above"])
 
     def check_health(self, done: int, metrics: dict[str, float], pairs: float) -> dict[str, float]:
-        """Warn about slow data, a loss on the plateau and pairs told at chance level.
+        """Warn about slow data, a loss on the plateau and pair accuracy at chance.
 
         metrics: those logged after `done` steps, means over `pairs` sentence pairs.
         Returns further metrics to log: skipped steps, and 1 for each warning so far.
@@ -166,7 +166,7 @@ class Monitor:
             line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
             beside = f"unigram entropy of the training text {self.entropy:.3f}"
             self.warn("plateau", f"{line} ({beside})")
-        # of the accuracy of a fair coin; few pairs cannot tell it from another
+        # two standard errors of a coin toss; few pairs cannot show a difference
         two_sigma = 1 / math.sqrt(pairs) if pairs >= FEWEST_PAIRS else -math.inf
         if self.is_reached(self.late_for_pairs, done) and right < 0.5 + two_sigma:
             beside = f"is {right:.3f}, that of guessing"
@@ -176,7 +176,7 @@ class Monitor:
         return {f"train/{name}": count for name, count in counts.items()} | said
 
     def is_reached(self, step: int, done: int) -> bool:
-        """Tell whether a step is among those of the log line after `done` steps."""
+        """Tell whether a step belongs to the log line after `done` steps."""
         return done - self.log_every < step <= done
 
     def explain_skips(self, step: int, run_dir: Path) -> str:

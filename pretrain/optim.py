@@ -51,8 +51,8 @@ class Lamb(torch.optim.Optimizer):
             if weights:
                 self.update(weights, **group)
 
-    # torch._foreach_*: private, but torch.optim itself is written in them, and there is no public
-    # way to update a list of tensors in one kernel
+    # torch._foreach_*: private, but torch.optim itself uses them, and there is no public way to
+    # update a list of tensors in one kernel
     def update(self, weights: list[Tensor], lr, betas, eps, weight_decay, **_) -> None:
         """Update the parameters of one group."""
         for p in weights:
@@ -91,8 +91,8 @@ class Muon(torch.optim.Muon):
     Updates have the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one
     learning rate serves both.
 
-    dtype: to orthogonalize in; torch's own knows bf16 only, of which a CPU without instructions
-    for it does a quarter as many operations a second as of float32.
+    dtype: to orthogonalize in; torch's own supports only bf16, which runs at a quarter of float32's
+    speed on a CPU without bf16 instructions.
     """
 
     def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
@@ -185,11 +185,11 @@ def update(
 ) -> None:
     """Update the parameters at learning rate `rate`, unless the gradient norm is not finite.
 
-    found: of `agree_on_step`; the norm is its first number. On a GPU, AdamW looks at it there: the
-    host goes on without waiting for it. For the others the host waits, before the update.
+    found: from `agree_on_step`; its first number is the norm. On a GPU, AdamW reads it there, so
+    the host does not wait. For the other optimizers the host waits before the update.
     """
     if found is not None and skips_there(optimizers, found.device.type):
-        for optimizer in optimizers:  # as torch's gradient scaler tells it
+        for optimizer in optimizers:  # as torch's gradient scaler does
             optimizer.found_inf = found[0].isfinite().logical_not().float()
     elif found is not None and not found[0].isfinite():
         return

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, who works in it, and where the run goes on."""
+"""The folder of a run: who owns it, who is using it, and where the run resumes."""
 
 import fcntl
 import json
@@ -40,7 +40,7 @@ RUN_FILES = ("config.yaml", "fingerprint.json", "metrics.jsonl", "report.html", 
 RUN_FILES += ("metrics.jsonl.damaged", "ranks", "checkpoints")
 held: list[TextIO] = []  # the lock of the run that this process trains
 HOLDER = b"process "  # what the lock begins with
-POLL = 0.5  # seconds between two looks at a run that is stopping
+POLL = 0.5  # seconds between two checks of a run that is stopping
 
 
 def is_run(run_dir: Path) -> bool:
@@ -147,10 +147,10 @@ def load_resume_state(
 
 
 def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
-    """Find the checkpoint that a run goes on from; None starts it at step 0.
+    """Find the checkpoint to resume from; None starts the run at step 0.
 
-    restart: move the run to `before-N` in its folder, unless a restart of this fingerprint began
-    it, so that the same command goes on with what it began.
+    restart: move the run to `before-N` in its folder, unless a restart with this fingerprint began
+    it, so that the same command resumes the new run.
     Raises `UserError` if there are checkpoints and all of them are damaged, or if they are gone.
     """
     folder = run_dir / "checkpoints"
@@ -163,7 +163,7 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
     if restart and (lost or list_checkpoints(folder) + list_others(folder)):
         checkpoint, _ = find_sound(folder)
         state = read_state(checkpoint) if checkpoint else {}
-        # it may be of an earlier version, and of another kind of machine
+        # it may be from an earlier version and another kind of machine
         free = {name: fingerprint[name] for name in ("schema", "train.precision")}
         began = state.get("restarted") and read_fingerprint(state) | free == fingerprint
         if not began:
@@ -177,9 +177,10 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
 
 
 def find_lost(run_dir: Path) -> str:
-    """Name what a folder without checkpoints holds of a run that has written some, or return "".
+    """Name the traces of a run with checkpoints in a folder without any, or return "".
 
-    A run has written its first one before it goes on from the step at which the second is due.
+    A run has written its first checkpoint before it continues from the step at which the second is
+    due.
     Raises `UserError` if the folder has lost its config too.
     """
     if (run_dir / "export").exists():

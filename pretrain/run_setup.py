@@ -82,12 +82,12 @@ class Run:
 
     @property
     def is_evaluated(self) -> bool:
-        """Tell whether there is anything to evaluate the model by."""
+        """Tell whether there is anything to evaluate the model on."""
         return bool(self.held_out or self.probes)
 
     def stop_signal(self) -> Signals | None:
-        """Return the signal that this process has caught, or SIGTERM where its last checkpoint
-        could not be written, or None: all ranks have to stop on it."""
+        """Return the signal that this process has caught, SIGTERM if its last checkpoint could not
+        be written, or None: all ranks have to stop on it."""
         failed = self.writing and self.writing.done() and self.writing.exception()
         return received_signal() or (Signals.SIGTERM if failed else None)
 
@@ -101,7 +101,7 @@ class Run:
 def set_up(config: Config) -> Run:
     """Set up processes, data, model and optimizers, and load the newest checkpoint, if any.
 
-    Raises `UserError` for mistakes of config or data, before anything is written.
+    Raises `UserError` for errors in config or data, before anything is written.
     """
     settings, run_dir = config.train, Path(config.run_dir)
     phases = phases_of(config)
@@ -192,7 +192,7 @@ def build_sources(phases: list[Phase], store: TokenStore) -> list[BatchSource]:
 
 
 def list_short(phases: list[Phase], sources: list[BatchSource]) -> list[str]:
-    """Describe the lengths of phases that no sequence comes near to, without repetitions."""
+    """Describe the phase lengths that no sequence comes close to, without repetitions."""
     lengths = [
         (phase.data.max_seq_length, one.longest) for phase, one in zip(phases, sources, strict=True)
     ]
@@ -205,8 +205,8 @@ def list_short(phases: list[Phase], sources: list[BatchSource]) -> list[str]:
 
 
 def check_resources(config: Config, vocab_size: int) -> None:
-    """Raise `UserError` if memory cannot hold the weights, gradients and moments of a model, or the
-    disk its checkpoints, without building it."""
+    """Raise `UserError` if the weights, gradients and moments of a model do not fit in memory, or
+    its checkpoints on the disk, without building it."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if on_gpu := trains_on_gpu():
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -216,7 +216,7 @@ def check_resources(config: Config, vocab_size: int) -> None:
         memory = machine_memory() // ranks
     train = config.train
     copies = 3 if train.optimizer == "muon" else 4  # Muon has one moment of a matrix
-    # on a CPU also what the main process copies for a checkpoint: all but the gradients
+    # on a CPU also the main process's copy for a checkpoint: all but the gradients
     held = copies if on_gpu else copies + (copies - 1) / ranks
     number = check_memory(config.model, vocab_size, config.data.objective, held, memory)
     files = Path(config.run_dir).glob("checkpoints/step-*/*")
@@ -259,8 +259,8 @@ def start_model(config: Config, store: TokenStore) -> tuple[PretrainingModel, li
 def start_at_neighbours(
     model: PretrainingModel, store: TokenStore, accelerator: Accelerator
 ) -> None:
-    """Start the word embeddings of a new model from the neighbours of each token in its corpus (a
-    collective call)."""
+    """Initialize the word embeddings of a new model from the neighbours of each token in its corpus
+    (a collective call)."""
     accelerator.print("starting the word embeddings from the neighbours of each token")
     vectors = torch.zeros_like(model.embeddings.word.weight.detach(), device=accelerator.device)
     if accelerator.is_main_process:

@@ -98,7 +98,7 @@ def share_matrices(function: Callable[[Tensor], Tensor], stack: Tensor, like: Te
     return move(function(move(stack, place, Shard(0))), Shard(0), place)
 
 
-@lru_cache(maxsize=1)  # building one takes a millisecond, which Muon would wait in each step
+@lru_cache(maxsize=1)  # building one takes a millisecond, for which Muon would wait in each step
 def mesh_of(device: str, group: dist.ProcessGroup) -> DeviceMesh:
     """Build the mesh of all processes of the default group."""
     return init_device_mesh(device, (group.size(),))

@@ -1,5 +1,5 @@
 """The training loop. Start reading here: micro-batches, model, loss, backward pass, clipping,
-clipping, update, and at their intervals logging, evaluation and checkpoints.
+update, and at their intervals logging, evaluation and checkpoints.
 
 Counts are global. The loss of a step divides each objective's sum by the number of its labels in
 the whole step, over all micro-batches and processes, not by those of one micro-batch. Example: a

@@ -1,8 +1,8 @@
-"""Watch the ranks of a run, and name the one that has died or hangs instead of those that wait.
+"""Watch the ranks of a run, and name a rank that has died or hangs, not those that wait for it.
 
-Each rank counts in its file of `run_dir/ranks`, once a second and from a thread of its own, so that
-a file that stands still tells of a process that is dead, stopped or cut off. What a process watches
-is global, as its signals are.
+A thread of each rank increments a counter in the rank's file in `run_dir/ranks` once a second, so a
+file that no longer changes means a process that is dead, stopped or cut off. The watch of a process
+is global, like its signals.
 """
 
 import faulthandler
@@ -22,14 +22,14 @@ from accelerate import Accelerator
 from data_pipeline.common.errors import Stopped, UserError
 from data_pipeline.common.folders import write_file
 
-BEAT, SILENCE = 1.0, 4.0  # seconds between two counts; seconds without one that tell of an end
+BEAT, SILENCE = 1.0, 4.0  # seconds between counts; seconds without one that mean a loss
 MARGIN = 12.0  # seconds that a report comes before a collective call fails, which names no rank
 
 watch: "Watch | None" = None  # of a run on several ranks, while it trains
 
 
 class Watch(Thread):
-    """Count for this rank, and end it when none of its steps or batches has ended for too long.
+    """Count for this rank, and end it if no step or batch has finished for too long.
 
     timeout_s: seconds after which a collective call fails.
     """
@@ -46,7 +46,7 @@ class Watch(Thread):
         self.beat()
 
     def mark(self, step: int | None = None) -> None:
-        """Note that the work goes on, and the step that it is at."""
+        """Note that work continues, and its current step."""
         self.marked = time.monotonic()
         if step is not None:
             self.state["step"] = step
@@ -76,7 +76,7 @@ class Watch(Thread):
         os._exit(1)
 
     def say(self, message: str, lost: set[int]) -> None:
-        """Print a message on the first rank that is not lost; the others give it time to."""
+        """Print a message on the first rank that is not lost; the others wait for that."""
         if self.rank == min(set(range(self.ranks)) - lost, default=self.rank):
             print(f"error: {message}", file=sys.stderr, flush=True)
         else:
@@ -85,7 +85,7 @@ class Watch(Thread):
     def find_silent(self) -> set[int]:
         """Find the ranks whose count stands still for `SILENCE` seconds.
 
-        One that has ended in order has no count, and is none of them.
+        A rank that has ended normally has no count, and is not among them.
         """
         before, end = self.read_ranks(), time.monotonic() + SILENCE
         while time.monotonic() < end:  # the others ask too
@@ -112,8 +112,8 @@ class Watch(Thread):
 def place_of_main(stacks: str) -> str:
     """Find where the main thread is in the stacks that `faulthandler` wrote, which lists it last.
 
-    `sys._current_frames` would tell too, and never returns where memory is collected in it, before
-    Python 3.11.9 and 3.12.3.
+    `sys._current_frames` would also tell, but before Python 3.11.9 and 3.12.3 it may never return
+    if garbage collection runs in it.
     """
     main = stacks.rpartition("hread 0x")[2]
     found = re.search(r'File "(.*)", line \d+ in (.*)', main)
@@ -156,13 +156,13 @@ def start_watch(run_dir: Path, accelerator: Accelerator, timeout_s: float) -> No
 
 
 def mark(step: int | None = None) -> None:
-    """Note that the work of this rank goes on."""
+    """Note that the work of this rank continues."""
     if watch:
         watch.mark(step)
 
 
 def end_watch() -> None:
-    """End the watch of a rank that ends in order: its silence tells nothing."""
+    """End the watch of a rank that ends normally: its silence means nothing."""
     global watch
     if watch:
         watch.is_over.set()
@@ -180,7 +180,7 @@ def name_lost_ranks() -> Iterator[None]:
     except RuntimeError:
         lost = watch.find_silent() if watch else set()
         if watch and not lost and len(watch.read_ranks()) < watch.ranks:
-            sys.exit(1)  # a rank has ended in order, and said why
+            sys.exit(1)  # a rank has ended normally, and said why
         if not lost:
             raise
         watch.say(explain_loss(watch.read_ranks(), lost, watch.folder), lost)
