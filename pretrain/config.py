@@ -51,15 +51,15 @@ class ModelConfig:
     layer_norm_eps: float = number(1e-12, "(0, 1]")
     """Added to the variance in layer normalisation."""
     pad_token_id: int = number(0, "[0, 1e6)")
-    """Id of [PAD], 0 unless `vocab.path` has it elsewhere; its embedding starts at zero."""
+    """Id of [PAD]: 0, unless it differs in `vocab.path`; its embedding starts at zero."""
     position_embedding_type: str = "absolute"
     """Learned embeddings of absolute positions, BERT's."""
     embedding_size: int | None = number(None, "[1, 65536]")
     """Width E of the embeddings, in ALBERT and ELECTRA; null: hidden_size."""
     num_hidden_groups: int | None = number(None, "[1, 1000]")
-    """Sets of weights that the layers of ALBERT share; null: one for each layer."""
+    """Number of weight sets that the layers of ALBERT share; null: one for each layer."""
     generator_size: float = number(0.25, "(0, 1]")
-    """Share of the model's width that the generator of an ELECTRA has: hidden size, heads,
+    """Width of an ELECTRA's generator as a share of the model's: hidden size, heads,
     feed-forward."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further entries of `config.json`, which the export passes on."""
@@ -140,14 +140,14 @@ class ModelConfig:
 
 @dataclass
 class PhaseConfig:
-    """Settings of consecutive steps of a run; null: as in `data` and `train`."""
+    """Settings of consecutive steps of a run; null: inherited from `data` and `train`."""
 
     steps: float = number(0, "(0, 1e9]")
     """Steps of the phase; below 1: its share of `train.max_steps`."""
     max_seq_length: int | None = number(None, "[8, 1e6]")
     """As in `data`, like the four fields below. Evaluations use the length of `data`, so that they
     can be compared over the run, and in a phase of another length that length too. They use pairs,
-    but in a phase whose `single_segment_prob` is 1 single segments."""
+    or single segments in a phase whose `single_segment_prob` is 1."""
     masked_lm_prob: float | None = number(None, "(0, 1)")
     """Probability that a token is predicted."""
     max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
@@ -209,13 +209,13 @@ class TrainConfig:
     max_grad_norm: float = number(1.0, "[0, 1e9]")
     """Largest gradient norm, to which gradients are clipped; 0: no clipping."""
     bag_of_words_weight: float = number(0.0, "[0, 1000]")
-    """Weight of a loss that predicts from [CLS] which tokens of a sequence are masked; 0: without
-    it. A model of width 256 learns words and pairs faster by it, one of width 128 words slower."""
+    """Weight of a loss that predicts from [CLS] which tokens of a sequence are masked; 0: off. With
+    it, a model of width 256 learns words and pairs faster, one of width 128 learns words slower."""
     sampled_softmax: int = number(0, "[0, 1e7]")
-    """Tokens of the vocabulary that a training step scores for a masked position, and for the bag
-    of words, to estimate the losses: frequent ones always, others by chance; 0: all. A small model
-    on a CPU learns more by it in the same time, because the scores are most of its work. Evaluation
-    scores all."""
+    """Number of tokens that a training step scores per masked position, and for the bag of words,
+    to estimate the losses: frequent tokens always, others by chance; 0: all. A small model on a CPU
+    learns more in the same time, because the scores are most of its work. Evaluation scores all
+    tokens."""
     gradient_checkpointing: bool = False
     """Store only the input of each layer and recompute the rest in the backward pass: the same
     results in less memory, with a third more compute."""
@@ -239,11 +239,11 @@ class TrainConfig:
     """Steps between checkpoints that are kept for good, a multiple of save_every; null: none."""
     on_spike: str = "rollback"
     """What to do when the MLM loss of 10 steps in a row is 1 nat above the median of the 100 before
-    them: `rollback` (take the weights of a checkpoint before them and go on with the next step, so
-    that the data between are passed over), `stop`, or `warn`."""
+    them: `rollback` (load the weights of an earlier checkpoint and continue with the next step, so
+    that the data between are skipped), `stop`, or `warn`."""
     restart: bool = False
-    """Start at step 0 although the run has checkpoints, sound or not; they move to `before-1` in
-    run_dir, with the record. The same command, given again, goes on with the new run."""
+    """Start at step 0 although the run has checkpoints, intact or not; they move to `before-1` in
+    run_dir, with the record. The same command, given again, resumes the new run."""
     timeout_s: int = number(600, "[1, 1e6]")
     """Seconds that a process waits for the others before it fails."""
 
@@ -305,7 +305,7 @@ def count_steps(value: float, total: int) -> int:
 
 
 def count_kept(train: TrainConfig) -> int:
-    """Count the checkpoints on disk at the end of a run, with one in work."""
+    """Count the checkpoints on disk at the end of a run, including one being written."""
     kept = train.max_steps // train.keep_every if train.keep_every else 0
     saved = -(-train.max_steps // train.save_every)  # in all
     return min(train.keep_checkpoints + kept, saved) + 1
@@ -318,11 +318,11 @@ class TrackingConfig:
     entity: str | None = None
     """User or team of the project; null: wandb's default."""
     name: str | None = None
-    """Name of the run there; null: that of its folder."""
+    """Name of the run in wandb; null: that of its folder."""
     group: str | None = None
-    """Group that wandb shows it in."""
+    """wandb group of the run."""
     tags: list[str] = field(default_factory=list)
-    """Tags that wandb finds it by."""
+    """wandb tags of the run."""
 
 
 @dataclass
@@ -331,7 +331,8 @@ class ExportConfig:
     """Licence in the model card, by its identifier on the hub; null: not stated."""
     dropout: float = number(0.1, "[0, 1)")
     """Dropout in `config.json`, for fine-tuning, whatever pretraining used: a small model is often
-    pretrained without, and fine-tuned without it is worse (0.727 instead of 0.761 on 300 reviews).
+    pretrained without dropout, but fine-tunes worse without (0.727 instead of 0.761 on 300
+    reviews).
     """
 
     def validate(self) -> None:
@@ -494,13 +495,13 @@ class Phase:
 
 
 def trained_positions(length: int, longest: int) -> int:
-    """Tell how many positions a phase trains: those of its longest sequence, up to a multiple of
-    8; `length` is its setting."""
+    """Count the positions that a phase trains: those of its longest sequence, rounded up to a
+    multiple of 8; `length` is its setting."""
     return min(length, -(-longest // 8) * 8)
 
 
 def longest_trained(config: Config, state: dict) -> int:
-    """Tell how many positions the steps up to a checkpoint have trained, by its `state`."""
+    """Count the positions that the steps up to a checkpoint have trained, from its `state`."""
     phases = phases_of(config)
     lengths = [phase.data.max_seq_length for phase in phases]
     known = state.get("longest", lengths)  # an earlier version did not keep it
@@ -512,7 +513,7 @@ def longest_trained(config: Config, state: dict) -> int:
 
 
 def known_positions(config: Config, state: dict) -> int:
-    """Tell how many positions a checkpoint has learned; with `init_from` all, since that model had
+    """Count the trained positions of a checkpoint; with `init_from` all, since that model had
     them."""
     if config.init_from:
         return config.model.max_position_embeddings

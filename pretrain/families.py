@@ -1,8 +1,8 @@
-"""The families of models: what tells one from the others, in one row each, and how transformers
-calls its classes, tensors and settings.
+"""The model families: one row each for how they differ, and for transformers' names of their
+classes, tensors and settings.
 
 A family computes what transformers' classes of that `model_type` compute with the same weights.
-This needs no torch, so that a config is read fast.
+This module does not import torch, so that a config is read fast.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ SETTINGS = (  # fields of the section `model` that every config.json has under t
     "position_embedding_type",
 )
 SHARED = {"embedding_size": "hidden_size", "num_hidden_groups": "num_hidden_layers"}
-"""Fields that are as another where they are null, as they have to be in a family without them."""
+"""Fields that default to another field if null, as they have to be in a family without them."""
 NUMBER, NAME = (float, None), (str, None)
 CONFIG = {  # shape of a config.json of any family
     **{f"{name}?": (range(1, 1 << 31), None) for name in SETTINGS if "size" in name},
@@ -73,7 +73,7 @@ WRITTEN = (  # what else an export writes into config.json, or a newer transform
 class Family:
     """A row of `FAMILIES`.
 
-    A name of a tensor is looked up whole, then without its last part, as in `mlm.dense.weight`.
+    The name of a tensor is looked up whole, then without its last part, as in `mlm.dense.weight`.
     """
 
     title: str
@@ -99,11 +99,11 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the section `model` whose default is another than BERT's."""
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for a field that a config.json lacks, where BERT has another."""
+    """transformers' default for a field that a config.json lacks, where it differs from BERT's."""
     head_act: str | None = None
-    """Activation of the MLM head, whatever `hidden_act` is; null: that one."""
+    """Activation of the MLM head, whatever `hidden_act` is; null: `hidden_act`."""
     always_projects: bool = False
-    """Whether embeddings are mapped to the hidden size even if they have it."""
+    """Whether embeddings are projected to the hidden size even if they already have it."""
     counts_from_pad: bool = False
     """Whether the first position is pad_token_id + 1, and not 0."""
     tells_ends: bool = False
@@ -290,9 +290,9 @@ def longest_sequence(settings: Mapping[str, Any]) -> int:
 def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Translate a `config.json` into fields of the section `model`; the mirror of `hf_config`.
 
-    What it says beside those of its family becomes `extra`; a field of these that is null counts as
-    missing, and has the value that transformers takes.
-    path: of the file, for errors. Raises `UserError` for what no family here computes.
+    Entries outside the family's fields become `extra`. A field of the family that is null counts as
+    missing, and gets transformers' default.
+    path: of the file, for errors. Raises `UserError` for settings that no family here supports.
     """
     kind = settings.get("model_type", "bert")
     check_choice(f"{path}: model_type", kind, tuple(FAMILIES))
@@ -309,7 +309,8 @@ def read_hf_config(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check_computable(settings: Mapping[str, Any], path: Path | str) -> None:
-    """Raise `UserError` if settings of a config.json ask for what no family here computes.
+    """Raise `UserError` if settings of a config.json ask for something that no family here
+    supports.
 
     path: where they stand, for errors.
     """

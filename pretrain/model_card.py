@@ -26,7 +26,7 @@ PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, m
         "Sentence-order accuracy",
     ),
 }
-GUESSING = 0.03  # of accuracy above the majority: the error of some hundred held-out pairs
+GUESSING = 0.03  # accuracy above the majority: the standard error with some hundred held-out pairs
 MASKED_UNITS = {
     "whole_word": "whole words",
     "span": "spans of 1 to 10 words",
