@@ -186,16 +186,16 @@ def build_held_out(
 ) -> dict[tuple[int, bool], HeldOut]:
     """Build the held-out batches at `data.max_seq_length` and at the other lengths of the phases.
 
-    Masks are those that `data` asks for, at most as many a sequence as a phase of its length has.
-    A phase of single segments alone is judged by such, and any other by pairs.
+    Masks follow `data`, with at most as many per sequence as a phase of that length has. A phase
+    with single segments only is evaluated on single segments, any other on pairs.
 
-    Returns (length, of single segments?) -> batches, about as many tokens at each length, without
-    those lengths for which the held-out split gives no pairs; a warning says so.
+    Returns (length, of single segments?) -> batches, with about as many tokens at each length.
+    Lengths for which the held-out split gives no pairs are left out, with a warning.
     """
     if not store.manifest["held_out"]["documents"]:
         return {}  # `open_token_store` has warned
     settings, base, found = config.train, config.data.max_seq_length, {}
-    every = [*(phase.data for phase in phases), config.data]  # of one length the last counts
+    every = [*(phase.data for phase in phases), config.data]  # of equal lengths, the last counts
     most = {data.max_seq_length: data.max_predictions_per_seq for data in every}
     for length, single in sorted({key for phase in phases for key in judged_by(config, phase)}):
         asked = replace(config.data, max_seq_length=length, max_predictions_per_seq=most[length])

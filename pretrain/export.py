@@ -58,9 +58,9 @@ def export(
     """Write the Hugging Face folder of a model on the CPU to `out_dir`, after `check_export`.
 
     origin: `step`, `vocab_sha256` and `data_sha256` of the checkpoint, for the marker.
-    dropout: of hidden states and attention, in `config.json`, for those who fine-tune.
+    dropout: of hidden states and attention, in `config.json`, for fine-tuning.
     Raises `UserError` if a file of the user would be lost, and `AssertionError` if the files differ
-    from the model (a bug of this project); `out_dir` is then unchanged.
+    from the model (a bug in this project); `out_dir` is then unchanged.
     """
     model = copy.deepcopy(model).to(getattr(torch, dtype)).float()  # round to the exported dtype
     stage = out_dir / STAGE if out_dir.is_dir() else out_dir.with_name(out_dir.name + STAGE)
@@ -117,8 +117,8 @@ def export(
 
 
 def enclose_pairs(folder: Path) -> None:
-    """Have the `tokenizer.json` of a folder enclose pairs as training did, [CLS] A [SEP] B [SEP] of
-    types 0 and 1; RoBERTa's tokenizers have two [SEP] between them, and no types."""
+    """Make the `tokenizer.json` of a folder build pairs as training did, [CLS] A [SEP] B [SEP] with
+    types 0 and 1; RoBERTa's tokenizers put two [SEP] between A and B, and have no types."""
     vocabulary, path = read_vocabulary(folder), folder / "tokenizer.json"
     tokenizer = read_json(path, dict, "put a sound copy back")
 
@@ -147,9 +147,9 @@ def export_checkpoint(
 ) -> None:
     """Export a checkpoint that lies in its run folder.
 
-    positions: number of positions to export; None: as many as were trained, since others are at
-    their random start and make the model worse than no context in what lies there. A model of
-    `init_from` has all of those that it began with, which were trained before.
+    positions: number of positions to export; None: the trained ones, since untrained ones are still
+    random and would make predictions there worse than without context. A model of `init_from` keeps
+    all its original positions, which were trained before.
     options: `dtype`, `pytorch_bin` and `overwrite` of `export`.
     """
     state = read_run_state(checkpoint)
@@ -157,7 +157,7 @@ def export_checkpoint(
     begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
     is_new = not config.init_from or "nsp" in state.get("new_heads", [])
     if is_new and all(phase.data.single_segment_prob == 1 for phase in begun):
-        # the pair heads are at their random start
+        # the pair heads are still random
         config = replace(config, data=replace(config.data, objective="none"))
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])
     vocabulary = read_vocabulary(vocab_dir)
@@ -165,7 +165,7 @@ def export_checkpoint(
     check_size(checkpoint, config, pieces)
     model = model_of(config.model, pieces, config.data.objective)
     load_model(checkpoint, model)
-    if config.init_from is None:  # else the scale of its embeddings is that of others
+    if config.init_from is None:  # a model of init_from keeps the scale of its embeddings
         settle_embeddings(model)
     trained = known_positions(config, state)
     resize_positions(model, trained, positions or trained)
@@ -183,12 +183,12 @@ def export_checkpoint(
             card = generator_card(config, parameters)
         export(part, vocab_dir, out_dir / name, card, origin, config.export.dropout, **options)
     if GENERATOR not in model.parts():
-        remove_export(out_dir / GENERATOR)  # of an ELECTRA that was exported here before
+        remove_export(out_dir / GENERATOR)  # left by an earlier export of an ELECTRA
 
 
 def check_size(checkpoint: Path, config: Config, pieces: int) -> None:
-    """Raise `UserError` if the model of a config has more parameters than a checkpoint holds,
-    before it is built: of a damaged `config.yaml` it may have any size."""
+    """Raise `UserError` if a config's model has more parameters than a checkpoint holds, before it
+    is built: with a damaged `config.yaml` it may have any size."""
     weights = checkpoint / "model.safetensors"
     number = count_parameters(config.model, pieces, config.data.objective)
     check(

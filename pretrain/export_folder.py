@@ -1,4 +1,4 @@
-"""The folder of an export: what in it an export wrote, and may replace.
+"""The folder of an export: which of its files an export wrote and may replace.
 
 The file `export.json` lists these files with their hashes, so that all else is the user's.
 """
@@ -43,7 +43,7 @@ def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: boo
         check(not (out_dir / name).is_dir(), f"{out_dir / name} is a folder; move it away")
     if overwrite or not found or is_earlier_export(out_dir, found):
         return
-    # a replacement that was interrupted has left the marker of the newer files in the stage
+    # an interrupted replacement has left the marker of the newer files in the stage
     markers = [read_marker(folder) for folder in (out_dir, out_dir / STAGE)]
     check(
         any(markers),

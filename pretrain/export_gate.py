@@ -1,4 +1,4 @@
-"""The gate of an export: read it back, and compare it with its model, by our code and by
+"""The checks of an export: read it back, and compare it with its model, by our code and by
 transformers'."""
 
 import json

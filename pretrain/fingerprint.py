@@ -22,7 +22,7 @@ from pretrain.optim import learning_rate
 SCHEMA = 5
 """Schema 1, of version 0.1.0, held every field of the config. Runs of all earlier ones drew their
 data by other rules."""
-OTHERS = {  # what is said of hashes that differ
+OTHERS = {  # description of hashes that differ
     "data_sha256": "the data are others (data_sha256)",
     "vocab_sha256": "the vocabulary is another (vocab_sha256)",
     "init_from_sha256": "init_from is another folder, or has other weights (init_from_sha256)",
@@ -63,7 +63,7 @@ def build_fingerprint(
     """Build the fingerprint of a run, with values that survive a round trip through JSON.
 
     precision: `fp32` or `bf16`, as resolved from `train.precision`.
-    init_from_sha256: of the weights that it started from; None: random ones.
+    init_from_sha256: of the initial weights; None: random ones.
     """
     found = {"schema": SCHEMA, "seed": config.seed, "train.precision": precision}
     found |= {"vocab_sha256": vocab_sha256, "data_sha256": data_sha256}
@@ -197,7 +197,7 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
 def list_lengths(saved: list[dict], wanted: list[dict]) -> list[str]:
     """Describe how the lengths of schedules and phases differ."""
     before, after = saved[-1]["end"], wanted[-1]["end"]
-    if before != after:  # the others may be shares of it
+    if before != after:  # the others may be shares of `max_steps`
         return [f"train.max_steps was {before:,}, is {after:,}"]
     differences = [
         f"{f'phase {i}: ' if len(saved) > 1 else ''}train.{name} was {old[name]}, is {new[name]}"

@@ -1,8 +1,8 @@
-"""Start training from a Hugging Face folder, of transformers or of an export: the way in, as
-`pretrain.export` is the way out.
+"""Start training from a Hugging Face folder, of transformers or of an export; the reverse of
+`pretrain.export`.
 
-Encoder and heads keep their tensors bit for bit. Rows of the vocabulary go by its pieces, so that
-the run may have another vocabulary, such as an extended one.
+Encoder and heads keep their tensors bit for bit. Rows of the vocabulary are matched by piece, so
+that the run may have another vocabulary, such as an extended one.
 """
 
 import re
@@ -24,14 +24,14 @@ from pretrain.models.bert import PretrainingModel
 from pretrain.models.electra import GENERATOR
 
 ADVICE = "put a sound copy there"
-LFS = b"version https://git-lfs"  # begins what a clone without Git LFS has for a large file
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is taken
+LFS = b"version https://git-lfs"  # start of the stub for a large file in a clone without Git LFS
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that exists is used
 HEADS = ("mlm.", "pooler.", "nsp.", "rtd.")  # a folder may lack them
 PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
 BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
-SAME = ("num_attention_heads", "hidden_act", "layer_norm_eps")  # no shape of a tensor tells these
+SAME = ("num_attention_heads", "hidden_act", "layer_norm_eps")  # not visible in tensor shapes
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
@@ -40,13 +40,13 @@ def start_from(
 ) -> tuple[list[str], list[str]]:
     """Copy the weights of a folder into a new model of the same family.
 
-    The generator of an ELECTRA is in a folder of its own inside, or starts anew.
+    The generator of an ELECTRA is in a folder of its own inside, or starts at random.
     pieces: of the run's vocabulary, by id.
-    Returns lines that say what was taken, and the names of the heads that start anew, such as
+    Returns lines that say what was used, and the names of the heads that start at random, such as
     "nsp". Raises `UserError` if the folder does not fit.
     """
     folder, lines, new_heads = Path(folder).expanduser(), [], []
-    for name, part in reversed(model.parts().items()):  # shared embeddings are those of the first
+    for name, part in reversed(model.parts().items()):  # shared embeddings come from the first
         if name and not (folder / name).is_dir():
             lines.append(f"no {folder / name}, so the {name} starts anew")
         else:
@@ -62,10 +62,10 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
     """Copy the weights of a folder into a model that transformers has a class for.
 
     Heads that the folder lacks stay as they are. A piece that the folder's vocabulary lacks gets
-    the mean of the rows of the pieces that it was split into there, and so does its bias; a special
+    the mean of the rows of the pieces that it is split into there, and so does its bias; a special
     piece such as [unused7] keeps its random row.
 
-    Returns a line that says what was taken, and the names of those heads.
+    Returns a line that says what was used, and the names of those heads.
     """
     family, state = model.config.family, model.state_dict()
     weights = to_current_names(read_weights(folder), family.encoder)
@@ -107,7 +107,7 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
 def describe(
     folder: Path, new_heads: list[str], unused: dict[str, Tensor], sources: list[list[int]] | None
 ) -> str:
-    """Describe in a line what was taken from a folder and what not."""
+    """Describe in a line what was used from a folder and what not."""
     line = f"starts from {folder}"
     if new_heads:
         line += f"; not in it, so they start anew: {', '.join(new_heads)}"
@@ -202,7 +202,7 @@ def is_packed(path: Path) -> bool:
 
 
 def to_current_names(weights: dict[str, Tensor], encoder: str) -> dict[str, Tensor]:
-    """Rename tensors as transformers names those of a model with heads today.
+    """Rename tensors to transformers' present names in a model with heads.
 
     encoder: how the names of the encoder begin there; a bare encoder was saved without.
     """
@@ -220,8 +220,8 @@ def to_current_names(weights: dict[str, Tensor], encoder: str) -> dict[str, Tens
 
 
 def check_same(folder: Path, config: ModelConfig, names: tuple[str, ...]) -> None:
-    """Raise `UserError` if a model has one of the settings `names` otherwise than the folder says:
-    its weights would compute something else."""
+    """Raise `UserError` if a model differs from the folder in one of the settings `names`: the
+    weights would compute something else."""
     path = folder / "config.json"
     found = read_hf_config(read_settings(folder), path) if path.exists() else {}
     for name in names:
@@ -233,7 +233,7 @@ def check_same(folder: Path, config: ModelConfig, names: tuple[str, ...]) -> Non
 
 
 def check_tied(weights: dict[str, Tensor], words: Tensor, folder: Path) -> None:
-    """Raise `UserError` if a folder's decoder is another matrix than its word embeddings."""
+    """Raise `UserError` if a folder's decoder is not tied to its word embeddings."""
     for name, tensor in weights.items():
         check(
             not TIED.search(name) or name.endswith("bias") or torch.equal(tensor, words),
@@ -265,10 +265,10 @@ def read_pieces(folder: Path) -> list[str] | None:
 def find_sources(
     old: list[str] | None, new: list[str], folder: Path, rows: int
 ) -> list[list[int]] | None:
-    """Find for each new piece the old ids whose mean is its row, none for a special piece that has
-    no twin there.
+    """Find for each new piece the old ids whose mean becomes its row; none for a special piece
+    without a counterpart there.
 
-    rows: of the folder's word embeddings, which may be padded to a multiple of 8 at the end.
+    rows: number of the folder's word embeddings, which may be padded at the end to a multiple of 8.
     Returns None if the vocabularies are equal, and no row is padding.
     Raises `UserError` if the folder's vocabulary does not fit its embeddings.
     """

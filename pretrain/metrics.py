@@ -24,8 +24,8 @@ def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]
     """Compute mean losses (nats) and accuracies from the summed rows of the objectives.
 
     sums: (objectives, ROW).
-    Without labels MLM has means of 0, or NaN if no objective has any, and others have none, as NSP
-    where all sequences are single segments.
+    Without labels, MLM has means of 0, or NaN if no objective has any labels; other objectives have
+    none, such as NSP if all sequences are single segments.
     """
     metrics, total = {}, 0.0
     nothing = not sums[:, -1].any()  # every step since the last log line was skipped
@@ -39,9 +39,10 @@ def to_metrics(sums: Tensor, prefix: str, objectives: tuple) -> dict[str, float]
 
 
 def area_under_curve(counts: Tensor) -> float:
-    """Compute how often a replaced token scores higher than an original one, where 0.5 is guessing.
+    """Compute how often a replaced token scores higher than an original one; 0.5 is chance.
 
-    counts: (2, BINS), as `loss.count_scores` returns; ties count half. NaN if either has no token.
+    counts: (2, BINS), as `loss.count_scores` returns; ties count half. NaN if either kind has no
+    token.
     """
     original, replaced = counts.double()
     lower = original.cumsum(0) - original / 2

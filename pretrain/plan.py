@@ -221,8 +221,8 @@ def measure_activations(
 def try_steps(
     model, optimizers, source: BatchSource, most: int, accelerator: Accelerator
 ) -> tuple[float, float]:
-    """Measure the speed of training steps at the largest size of which a step takes a fifth of the
-    time, at most `most` sequences.
+    """Measure the speed of training steps, at the largest size whose step takes a fifth of the
+    time, and at most `most` sequences.
 
     The first steps find that size and are not counted. The learning rate is 0, so the weights stay.
     Returns (FLOP/s of forward and backward passes, seconds of an update).
@@ -301,7 +301,7 @@ def list_unusual(
 
 
 def check_learning(config: Config) -> None:
-    """Print an input sequence and overfit a batch, to show that the model can learn.
+    """Print an input sequence and overfit a batch, to show that the model can learn it.
 
     Raises `UserError` if a parameter has no gradient or the loss stays above `OVERFIT_LOSS`.
     """

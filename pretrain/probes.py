@@ -1,5 +1,5 @@
-"""Probe what a model knows without fine-tuning: score minimal pairs by pseudo-log-likelihood, or,
-of an ELECTRA, by how original the discriminator finds each token.
+"""Probe what a model knows without fine-tuning: score minimal pairs by pseudo-log-likelihood or,
+for an ELECTRA, by how likely the discriminator finds each token original.
 
 The pseudo-log-likelihood (PLL) of a sentence is the sum of the log-probabilities of its tokens,
 each predicted from all others with that token alone masked (Salazar et al. 2020,
@@ -56,8 +56,8 @@ def score_sentences(
     sentences: token ids with [CLS] and [SEP].
     within_word: also mask the later pieces of a token's word, so that the rest of a long word does
     not give its beginning away (Kauf & Ivanova 2023, arXiv:2305.10588).
-    advance: is told the number of tokens of each pass, as `count_work` counts them.
-    most_tokens: of a pass, but for its last sentence.
+    advance: called with the number of tokens of each pass, as `count_work` counts them.
+    most_tokens: of a pass, not counting its last sentence.
     """
     distinct = sorted(set(map(tuple, sentences)), key=len)
     device = accelerator.device
@@ -87,8 +87,8 @@ def score_sentences(
 
 
 def count_work(sentences: list[list[int]], model: PretrainingModel) -> int:
-    """Count the tokens that `score_sentences` has to read: each sentence once a scored token, or
-    once by an ELECTRA."""
+    """Count the tokens that `score_sentences` has to read: each sentence once per scored token, or
+    just once for an ELECTRA."""
     distinct = set(map(tuple, sentences))
     return sum(len(s) * (1 if model.rtd else len(s) - len(SPECIALS)) for s in distinct)
 
@@ -146,7 +146,7 @@ class MaskedCopies:
 
 @torch.no_grad()
 def judge_sentences(model: PretrainingModel, batch: Batch) -> torch.Tensor:
-    """Compute for each sentence how surprising it is that all its tokens are original, (B,)."""
+    """Compute each sentence's sum of the losses for all its tokens being original, (B,)."""
     losses = softplus(model.replaced_logits(batch).float())
     losses[batch.cu_seqlens[:-1]] = losses[batch.cu_seqlens[1:] - 1] = 0  # [CLS] and [SEP]
     return losses.new_zeros(len(batch.cu_seqlens) - 1).index_add_(0, batch.sequence_ids, losses)
@@ -162,8 +162,8 @@ def score_by_frequency(sentences: list[list[int]], counts: np.ndarray) -> np.nda
 
 
 def prefers_good(scores: np.ndarray) -> np.ndarray:
-    """Tell where the good sentence scores higher: 1, where the bad one does: 0; 0.5 for a tie, and
-    NaN where a score is none.
+    """Return 1 where the good sentence scores higher, 0 where the bad one does, 0.5 for a tie, and
+    NaN where a score is NaN.
 
     scores: (2 x pairs,), of all good sentences and then of all bad ones.
     Returns float64 (pairs,).
@@ -215,7 +215,7 @@ def fill_masks(
 ) -> list[list[list[tuple[str, float]]]]:
     """Predict the `k` likeliest tokens for each [MASK] of each sentence, with probabilities.
 
-    Under FSDP2 a collective call, for which all ranks give the same sentences.
+    Under FSDP2 a collective call, to which all ranks pass the same sentences.
 
     sentences: token ids with [CLS] and [SEP].
     Returns a list of (piece, probability) for each [MASK], in a list for each sentence.
@@ -246,12 +246,12 @@ def fill_masks(
 
 
 class Probes:
-    """The probes of a run, which each evaluation asks its model.
+    """The probes of a run, which each evaluation runs on its model.
 
     found: what `data_pipeline.build.probes.write_probes` wrote.
     counts: int64 (V,), tokens of the training split, for the baseline.
     longest: tokens that the model takes. Raises `UserError` if a sentence has more.
-    most_tokens: of a pass; not more than training has in one, so that an evaluation fits as well.
+    most_tokens: of a pass; at most that of training, so that an evaluation fits in memory too.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class Probes:
 def build_probes(config: Config, store: TokenStore, longest: int, world_size: int) -> Probes | None:
     """Read the probes that preparation has encoded; None if `eval.probes` is empty.
 
-    longest: tokens of a sequence, for which the model will have learned positions.
+    longest: tokens of a sequence for which the model will have trained positions.
     Raises `UserError` if they are missing, encode another config or vocabulary, or are too long.
     """
     settings = config.eval.probes

@@ -1,4 +1,4 @@
-"""The processes of a run: their device, precision and group, and what they do together."""
+"""The processes of a run: their device, precision and group, and their collective calls."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     has sequences, and for plug-ins of Accelerate that wrap the model in their own way.
     """
     launched = "WORLD_SIZE" in os.environ
-    # what accelerate launch sets for several processes; an address alone may be of the shell
+    # set by accelerate launch for several processes; an address alone may come from the shell
     asked_for_several = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
     if asked_for_several <= os.environ.keys() and not launched:
         raise UserError(
@@ -82,12 +82,12 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
 
 
 def trains_on_gpu() -> bool:
-    """Tell whether there is a GPU, and `accelerate launch --cpu` has not asked for none."""
+    """Tell whether there is a GPU that `accelerate launch --cpu` has not disabled."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def choose_precision(asked: str, on_gpu: bool) -> str:
-    """Choose for `auto` bf16 where there are instructions for it, else fp32."""
+    """Resolve `auto` to bf16 if there are instructions for it, else fp32."""
     if asked != "auto":
         return asked
     if on_gpu:
@@ -98,8 +98,8 @@ def choose_precision(asked: str, on_gpu: bool) -> str:
 def join_restarted(timeout: timedelta) -> None:
     """Join the process group of a run that its launcher has restarted, under keys of its own.
 
-    torch 2.13 reads those that the processes before have left in the launcher's store, and waits
-    for addresses that nobody has.
+    torch 2.13 reads the keys that the earlier processes left in the launcher's store, and waits for
+    addresses that no longer exist.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0":
@@ -115,7 +115,7 @@ def join_restarted(timeout: timedelta) -> None:
 
 
 def matrix_dtype(accelerator: Accelerator) -> torch.dtype:
-    """Return the type that matrix products have under a run's precision."""
+    """Return the dtype of matrix products under a run's precision."""
     return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
 
 
@@ -158,7 +158,7 @@ def check_on_each_machine(function: Callable[[], object]) -> None:
     """Call a function on one rank of each machine (a collective call); an error of the user or the
     operating system in any of them stops all.
 
-    The others wait for it however long it takes, unlike in other collective calls.
+    The others wait for it for up to `PATIENCE`, unlike in other collective calls.
     """
     state, message = PartialState(), None
     messages = [None] * state.num_processes

@@ -23,14 +23,14 @@ from pretrain.models.build import check_memory, count_parameters, model_of
 from pretrain.models.electra import GENERATOR, Electra
 from pretrain.objectives import MaskedLM, ReplacedTokens
 
-# what transformers takes on trust
+# what transformers does not check
 TOKENIZER_CONFIG = {"model_max_length?": (int, float, None), "model_input_names?": ([str], None)}
 
 
 def load_export(folder: Path) -> PretrainingModel:
     """Load this project's model, in float32, from an exported folder.
 
-    Raises `UserError` if there is none, or if its files are damaged or do not fit together.
+    Raises `UserError` if there is no export, or if its files are damaged or do not fit together.
     """
     missing = [name for name in FILES[:-1] if not (folder / name).exists()]
     check(
@@ -65,7 +65,8 @@ def load_export(folder: Path) -> PretrainingModel:
 
 
 def name_export(folder: Path) -> str:
-    """Say for a message where the export is, if a folder is none itself, such as that of a run."""
+    """Say in a message where the export is, if the folder is not one itself, such as a run
+    folder."""
     inner = folder / "export"
     if not folder.exists():
         return "; a model of a hub has to be downloaded into a folder first"
@@ -73,8 +74,8 @@ def name_export(folder: Path) -> str:
 
 
 def check_settings(folder: Path) -> None:
-    """Raise `UserError` if the `config.json` of a folder is wrong, or of a larger model than its
-    weights, or this machine has not the memory for that."""
+    """Raise `UserError` if the `config.json` of a folder is wrong, describes a larger model than
+    its weights, or one that does not fit in this machine's memory."""
     settings, path = read_settings(folder), folder / "config.json"
     weights = folder / "model.safetensors"
     model = ModelConfig(**read_hf_config(settings, path))
@@ -107,8 +108,8 @@ def load_pretrained(loader: type, folder: Path, **options) -> Any:
 
 
 def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> None:
-    """Check that the model has an embedding for each id that its tokenizer gave, and the tokenizer
-    the special tokens of an encoder.
+    """Check that the model has an embedding for each id of its tokenizer, and the tokenizer the
+    special tokens of an encoder.
 
     Raises `UserError` that shows the token, which its files name beside those of the vocabulary.
     """
@@ -128,7 +129,7 @@ def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> N
 
 
 def load_encoder(loader: type, folder: Path, uses_pooler: bool, **options) -> Any:
-    """Load an encoder by a class of transformers, which gives what a folder lacks random weights.
+    """Load an encoder with a class of transformers, which initializes missing weights at random.
 
     Raises `UserError` if the folder lacks weights that are used.
     """
@@ -169,7 +170,7 @@ def read_model(folder: Path) -> PretrainingModel:
 
 
 def check_finite(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise `UserError` if a weight is NaN or infinite: every figure would be wrong, in silence."""
+    """Raise `UserError` if a weight is NaN or infinite: every figure would be silently wrong."""
     sick = name_not_finite(weights)
     check(not sick, f"{folder}: {sick} is not finite; export or copy it again")
 

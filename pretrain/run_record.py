@@ -1,5 +1,5 @@
-"""The record of a run as its folder tells it: its settings, and each metric against steps and
-tokens seen.
+"""The record of a run, read from its folder: its settings, and each metric by steps and tokens
+seen.
 """
 
 import statistics
@@ -22,7 +22,7 @@ MOST_LINES = 3000  # log lines to read of a run without its evaluations; a chart
 
 @dataclass
 class RunRecord:
-    """A run as its folder tells it. Raises `UserError` if the folder is not that of a run."""
+    """A run, read from its folder. Raises `UserError` if the folder is not a run folder."""
 
     run_dir: Path
     name: str = field(init=False)
@@ -64,8 +64,8 @@ class RunRecord:
         return self.columns.get(name, [])
 
     def losses(self, split: str) -> list[tuple[int, float]]:
-        """List (step, MLM loss) of a split, `train` or `eval`, as far as they compare with the
-        newest held-out one: single segments, which some phases have alone, are easier than pairs.
+        """List (step, MLM loss) of a split, `train` or `eval`, where comparable with the newest
+        held-out loss: single segments, the only kind in some phases, are easier than pairs.
         """
         points, judged = self.series(f"{split}/mlm_loss"), self.series("eval/mlm_loss")
         if not judged:
@@ -74,7 +74,7 @@ class RunRecord:
         return [(step, loss) for step, loss in points if self.is_single(step) == kind]
 
     def is_single(self, done: int) -> bool:
-        """Tell whether step `done` was of single segments alone."""
+        """Tell whether step `done` had single segments only."""
         return phase_at(self.phases, done - 1).data.single_segment_prob == 1
 
     def curve(self, name: str) -> list[tuple[float, float]]:

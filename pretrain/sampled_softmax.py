@@ -1,9 +1,9 @@
-"""Estimate the losses of a training step that score the vocabulary from a part of it.
+"""Estimate the vocabulary losses of a training step from a sample of the vocabulary.
 
 A small model spends most of its time on the scores of rare tokens: with 30,522 tokens and 256
 dimensions the MLM head takes a third of a step. The sum in the softmax is estimated instead, by
 importance sampling (Bengio and Senécal 2003). Frequent tokens are always in the sample; of the
-others, each stands for those that are not. Evaluation and export know nothing of it.
+others, each stands for those that are not. Evaluation and export do not use the sample.
 
     token        the   of   cat  ...  yurt  zinc
     chance         1    1  0.71       0.10  0.12
@@ -29,13 +29,13 @@ ADDED = 0.1  # to each count, as a share of the mean one, so that no chance is t
 
 
 def sample_chances(counts: Tensor, size: int) -> Tensor:
-    """Compute with which chance each token is in a sample of `size`: the root of its frequency,
-    times what makes the chances add up to `size`, at most 1.
+    """Compute the chance of each token to be in a sample of `size`: the square root of its
+    frequency, scaled so that the chances sum to `size`, at most 1.
 
     counts: (V,). size: 1 to V. Returns float64 (V,).
     """
     roots = (counts.double() + ADDED * counts.double().mean()).sqrt()
-    # if the k largest are cut at 1, this factor makes the others add up to what is left for them
+    # if the k largest are cut at 1, this factor makes the others sum to the rest
     ordered = roots.sort(descending=True).values
     factors = (size - torch.arange(len(roots))) / ordered.flip(0).cumsum(0).flip(0)
     k = (ordered * factors <= 1 + 1e-9).nonzero()[0]
@@ -61,7 +61,7 @@ def draw_sample(chances: Tensor, start: float) -> Tensor:
 
 
 class Sample(NamedTuple):
-    """A sample of the vocabulary, and the labels of a batch, with what scores them."""
+    """A sample of the vocabulary and the labels of a batch, with their decoder rows and biases."""
 
     few: Tensor  # (S, D), rows of the decoder
     few_biases: Tensor  # (S,)
@@ -105,7 +105,7 @@ def sampled_cross_entropy(x: Tensor, rows: Tensor, sample: Sample) -> tuple[Tens
     inside = scores[rows, place].to(total.dtype)
     outside = (x.index_select(0, rows) * of_label).sum(1, dtype=total.dtype) + bias_of_label
     wanted = torch.where(is_in, inside, outside)
-    # a label counts for itself, and not for the tokens that it stands for in the sample
+    # a label counts only for itself, not for the tokens that it represents in the sample
     added = (wanted - total).exp() * (1 - is_in * worth[place].exp())
     right = (wanted >= scores.detach().amax(1)[rows]).sum()
     return (total + added.log1p() - wanted).sum(), right

@@ -1,7 +1,7 @@
-"""Word vectors for the start of a new run, from the tokens near each other in its corpus.
+"""Initial word vectors of a new run, from the co-occurrence of tokens in its corpus.
 
-Training from random embeddings spends its first million tokens on what a table of co-occurrences
-tells in seconds: which pieces are used alike. The vectors factorise that table's positive pointwise
+Training from random embeddings spends its first million tokens to learn what a co-occurrence table
+shows in seconds: which pieces are used alike. The vectors factorise that table's positive pointwise
 mutual information (PPMI), which is what word2vec does step by step (Levy and Goldberg 2014), with
 the weighting of Levy, Goldberg and Dagan 2015 (TACL, sections 3.1 and 3.3).
 
@@ -39,8 +39,8 @@ def word_vectors(store: TokenStore, size: int, device: torch.device) -> Tensor:
 
 
 def count_neighbours(store: TokenStore) -> np.ndarray:
-    """Count how often each token has each context within `WINDOW` tokens in its document, weighted
-    by distance: float32 (V, C).
+    """Count how often each context occurs within `WINDOW` tokens of each token in its document,
+    weighted by distance: float32 (V, C).
 
     Reads all tokens of a small store, and evenly spaced blocks of a large one.
     """
