@@ -1,1 +1,1 @@
-"""Read the text of a corpus, and select what of it to train on."""
+"""Read the text of a corpus, and select the documents to train on."""

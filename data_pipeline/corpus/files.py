@@ -1,4 +1,5 @@
-"""Read the bytes of a corpus file, compressed or not, and guess what they are if not text."""
+"""Read the bytes of a corpus file, compressed or not, and guess their format if they are not
+text."""
 
 import bz2
 import codecs
@@ -32,9 +33,9 @@ MARKS = {  # first bytes of files that users often give as text
 }
 CONTROLS = re.compile(rb"[\x01-\x08\x0e-\x1f]")  # not of blanks, line and page ends
 JIS = re.compile(rb"\x1b\$[@B]")  # where characters of two bytes begin
-SURE_ABOVE = 20  # bytes beyond ASCII, which are UTF-8 by intent where all are valid
+SURE_ABOVE = 20  # bytes beyond ASCII that are surely UTF-8 if all are valid
 CYRILLIC, CENTRAL, BALTIC = ("cp1251", "koi8-r", "cp866"), ("cp1250", "iso-8859-2"), ("cp1257",)
-ENCODINGS = {  # of a language's files that are not Unicode, where they are not those of Latin-1
+ENCODINGS = {  # legacy encodings of a language, if other than Latin-1
     **dict.fromkeys(("ru", "uk", "be", "bg", "sr", "mk", "kk", "mn", "ky", "tt"), CYRILLIC),
     **dict.fromkeys(("pl", "cs", "sk", "hu", "hr", "sl", "bs", "ro", "sq"), CENTRAL),
     **dict.fromkeys(("lt", "lv", "et"), BALTIC),
@@ -107,8 +108,8 @@ def compression(path: str) -> str:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a file without decompressing it; raises `UserError` if permission is denied, or if it
-    has been there and is no longer."""
+    """Open a file without decompressing it; raises `UserError` if permission is denied, or if the
+    file has vanished."""
     try:
         return open(path, "rb")
     except PermissionError:
@@ -120,7 +121,7 @@ def open_file(path: str) -> BinaryIO:
 def open_bytes(path: str) -> BinaryIO:
     """Open a file for reading its decompressed bytes; only an uncompressed file can seek.
 
-    Raises `UserError` for a compressed file of no bytes, which gzip and zstandard take for no text.
+    Raises `UserError` for an empty compressed file, which gzip and zstandard read as empty text.
     """
     suffix, file = compression(path), open_file(path)
     if suffix and not os.path.getsize(path):
@@ -142,10 +143,11 @@ def is_utf8(source: SourceConfig) -> bool:
 
 
 def check_start(path: str, source: SourceConfig, block: bytes) -> None:
-    """Raise `UserError` if the first block of a file is no text, although its encoding may take it.
+    """Raise `UserError` if the first block of a file is not text, although its encoding may accept
+    it.
 
-    Valid UTF-8 are the bytes of UTF-16 of many scripts and of ISO-2022-JP, and any bytes at all are
-    text in Latin-1, those of UTF-8 too.
+    In many scripts UTF-16 is also valid UTF-8, as is ISO-2022-JP, and Latin-1 accepts any bytes,
+    including UTF-8.
     """
     if block[257:262] == b"ustar":
         raise UserError(f"{path} is a tar archive; unpack it, and give its files")
@@ -165,8 +167,8 @@ def is_mostly_controls(block: bytes) -> bool:
 
 
 def is_surely_utf8(block: bytes) -> bool:
-    """Tell whether a block has many characters that are not ASCII and valid UTF-8, which by chance
-    no text of another encoding is."""
+    """Tell whether a block is valid UTF-8 with many non-ASCII characters, which text in another
+    encoding is never by chance."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(block)
     except UnicodeDecodeError:
@@ -182,10 +184,10 @@ def begins_alike(half: bytes) -> bool:
 
 
 def guess(head: bytes, seen: bytes, language: str) -> str:
-    """Guess what a file is that is not UTF-8: `encoding=...`, a suffix, or a description.
+    """Guess the format of a file that is not UTF-8: `encoding=...`, a suffix, or a description.
 
     head: the first bytes of the file. seen: some bytes around the first one that is not UTF-8.
-    language: what it is said to be in, an ISO 639 code.
+    language: the configured ISO 639 code.
     """
     for mark, name in MARKS.items():
         if head.startswith(mark):

@@ -1,7 +1,7 @@
 """Read the documents of a file chunk as clean text, one `str` each.
 
-A worker needs nothing else for that than the chunk and its source. All that is known about a format
-is its row of `READERS`, at the end.
+A worker needs only the chunk and its source for that. Everything about a format is in its row of
+`READERS`, at the end.
 """
 
 import codecs
@@ -30,7 +30,7 @@ from data_pipeline.corpus.files import (
 )
 
 MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
-MOST_RATIO, SURE_BYTES = 200, 1 << 26  # of unpacked to packed bytes, beyond the first 64 MB
+MOST_RATIO, SURE_BYTES = 200, 1 << 26  # unpacked / packed bytes, beyond the first 64 MB
 ROWS = 16  # of a Parquet file to unpack at once, in which a text may recur
 READ_BYTES = 1 << 17  # bytes to decode at once: they fit the processor's cache
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -113,7 +113,7 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 
 
 def check_unpacked(path: str, size: int) -> None:
-    """Raise `UserError` if a file unpacks to more bytes than a text does."""
+    """Raise `UserError` if a file unpacks to more bytes than text would."""
     if size > MOST_RATIO * os.path.getsize(path) + SURE_BYTES:
         raise UserError(
             f"{path} unpacks to more than {MOST_RATIO} times its size, which no text does; take it "
@@ -226,7 +226,7 @@ def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str | None]:
 
 
 def describe_row(line: str, text_field: str) -> str:
-    """Say what a line of JSON is that has no text in its field."""
+    """Describe a line of JSON that has no text in its field."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -379,7 +379,7 @@ def check_column(column: str, columns: Collection[str], chunk: FileChunk, key: s
 
 
 def read_cells(cells: Iterator[object], chunk: FileChunk, column: str, key: str) -> Iterator[str]:
-    """Yield the cells of a column as documents; raises `UserError` if one is no text or too long.
+    """Yield the cells of a column as documents; raises `UserError` if one is not text or too long.
 
     key: the config key that names the column, for messages.
     """
@@ -414,7 +414,7 @@ def read_builtin(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Reader:
-    """What is known about a layout: a row of `READERS`."""
+    """The properties of a layout: a row of `READERS`."""
 
     read: Callable[[FileChunk, SourceConfig], Iterator[str | None]]  # yields one str a document
     suffixes: tuple[str, ...] = ()  # names of its files end so, before that of a compression

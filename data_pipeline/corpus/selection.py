@@ -1,17 +1,17 @@
 """Select what to train on: drop duplicates, hold documents out, apply source weights.
 
-"Chunk" means here what one task reads: a file chunk, or a group of small ones. A first pass writes
+Here, "chunk" means what one task reads: a file chunk, or a group of small ones. A first pass writes
 the hashes of each chunk's documents and long paragraphs (and the text too, where reading it again
-would be slow). Merging the hashes then tells for each chunk which of its texts an earlier chunk
-has. With that a worker can scan any chunk alone, and the first copy of a text, in the order of
-chunks, is the one that stays. Sources with a weight below 1 come last in that order: else one that
-takes a tenth of its documents would keep others from all that it leaves.
+would be slow). Merging the hashes then shows for each chunk which of its texts occur in an earlier
+chunk. So a worker can scan any chunk alone, and the first copy of a text, in the order of chunks,
+is kept. Sources with a weight below 1 come last in that order: otherwise a source that uses a tenth
+of its documents would also remove the unused ones from other sources.
 
-Held-out split: the documents whose hash is below a limit, in whatever order the files are listed.
-The limit is `corpus.held_out_fraction` of all hashes. Where that gives too few documents or too
-little text for trustworthy losses, it rises until there is enough, but at most to a fifth of the
-corpus. For example, 1 % of 486 long documents is about five; the limit rises until 50 documents
-are held out. Of 30 documents at most six are held out.
+Held-out split: the documents whose hash is below a limit, whatever the order of the files. The
+limit is `corpus.held_out_fraction` of all hashes. If that gives too few documents or too little
+text for reliable losses, the limit rises until there is enough, but at most to a fifth of the
+corpus. For example, 1 % of 486 long documents is about five; the limit rises until 50 documents are
+held out. Of 30 documents at most six are held out.
 
 Source weights: weight w takes w N of the N distinct training documents of a source, rounded half
 up: floor(w) copies of each, and one more of those with the lowest hashes. Held-out documents are
@@ -43,7 +43,7 @@ ALL = 2**64  # greater than every hash
 # trained on their text, languages have fewer: English and German 4.8, Thai 4.6, Hindi 3.9,
 # Japanese 1.9 (4.8 to 13 in bytes).
 LEAST = np.array([HELD_OUT_DOCUMENTS, 6 * HELD_OUT_TOKENS])
-# so many held-out bytes are enough documents even if these are books (1 MB each)
+# this many held-out bytes are enough documents even if they are books (1 MB each)
 SURE_BYTES = HELD_OUT_DOCUMENTS << 20
 
 
@@ -126,7 +126,7 @@ def read_selected(
 
 
 def order_of_keeping(corpus: CorpusConfig, groups: list[list[FileChunk]]) -> list[int]:
-    """Order the groups by which of them keeps a text that several have."""
+    """Order the groups so that the first one with a text keeps it."""
     sources = corpus.each_source()
     return sorted(range(len(groups)), key=lambda i: -min(sources[groups[i][0].source].weight, 1))
 
@@ -134,11 +134,10 @@ def order_of_keeping(corpus: CorpusConfig, groups: list[list[FileChunk]]) -> lis
 def find_earlier(hashed: list[Path], out: Path, order: list[int], n_whole: int) -> None:
     """Find the hashes of each chunk that also occur in a chunk that is earlier in an order.
 
-    hashed: the folders that `hash_group` wrote. order: of their indices; of the first `n_whole` all
-    documents are taken. A document of the others may not be, so that none of them is earlier for
-    paragraphs.
-    Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder `out` for
-    each chunk i that has any.
+    hashed: the folders that `hash_group` wrote. order: their indices; the first `n_whole` groups
+    use all their documents. The others may drop a document, so none of them counts as earlier for
+    paragraphs. Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder
+    `out` for each chunk i that has any.
     """
     with sealed_folder(out) as folder:
         for kind in KINDS:

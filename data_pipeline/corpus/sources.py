@@ -1,5 +1,5 @@
-"""List the file chunks of a corpus: which files it has, how they are laid out, where they are cut,
-and which of them a task reads together.
+"""List the file chunks of a corpus: its files, their layout, where they are cut, and which chunks a
+task reads together.
 
 A corpus has one or several sources, which are divided into file chunks: a byte range of a file, a
 whole compressed file, or a shard of a dataset.
@@ -38,7 +38,7 @@ is_our_name = re.compile(
     r"work|vocab|store|(report|probes|checked)\.\w+|lock|wandb(_id\.txt)?|config\.yaml|export|"
     r"fingerprint\.json|metrics\.jsonl.*|ranks|checkpoints|before-\d+|" + re.escape(MARKER)
 ).fullmatch
-SEARCHED_BYTES = 64 << 20  # of all files, in which a blank line tells how they are laid out
+SEARCHED_BYTES = 64 << 20  # of all files together, searched for a blank line to detect the layout
 
 
 def list_file_chunks(corpus: CorpusConfig) -> list[FileChunk]:
@@ -64,10 +64,11 @@ def text_bytes(chunk: FileChunk) -> int:
 
 
 def group_chunks(chunks: list[FileChunk]) -> list[list[FileChunk]]:
-    """Group neighbours that are small, because a task takes some 20 ms whatever its size.
+    """Group small neighbouring chunks, because a task takes about 20 ms whatever its size.
 
     A group has one source and layout, and as much text as a large chunk at most. Chunks stay alone
-    if they are no files, or if a copy of their text is kept, which does not tell them apart.
+    if they are not files, or if a copy of their text is kept, which does not record chunk
+    boundaries.
     """
     sizes = [text_bytes(chunk) for chunk in chunks]
     most = min(CHUNK_BYTES, sum(sizes) // LEAST_GROUPS)
@@ -153,14 +154,15 @@ def list_files(patterns: list[str]) -> list[str]:
 
 
 def is_made(folder: str) -> bool:
-    """Tell whether preparation or training has made a folder: `**/*.txt` would else take in the
-    vocabulary of the run before."""
+    """Tell whether preparation or training made a folder: otherwise `**/*.txt` would include the
+    vocabulary of an earlier run."""
     path = os.path.abspath(folder)
     return is_ours(path) or path != os.path.dirname(path) and is_made(os.path.dirname(path))
 
 
 def is_ours(path: str) -> bool:
-    """Tell whether preparation or training has made a file or a folder in one that it marked."""
+    """Tell whether a file or folder was made by preparation or training, in a folder that it
+    marked."""
     folder, name = os.path.split(path)
     return bool(is_our_name(name)) and os.path.exists(os.path.join(folder, MARKER))
 

@@ -1,7 +1,7 @@
 """Measure how well a vocabulary fits held-out text, at several sizes, so that users can choose one.
 
-The pieces are in the order of training, so that the first part of a vocabulary is the smaller
-vocabulary of the same corpus, and measuring that takes no further training.
+The pieces are in the order of training, so the first part of a vocabulary is the smaller vocabulary
+of the same corpus, which can be measured without further training.
 """
 
 from collections import Counter
@@ -68,7 +68,7 @@ def report_vocabulary(
 
 
 def share_too_long(words: WordCounts) -> float:
-    """Compute the least share of the characters that are in words which are too long."""
+    """Compute a lower bound for the share of characters that are in overlong words."""
     least = words.junk * (MAX_WORD_CHARACTERS + 1)
     return least / max(sum(len(word) * n for word, n in words.items()) + least, 1)
 
@@ -84,7 +84,7 @@ def is_merge(piece: str) -> bool:
 def measure_fit(
     tokenizer: Tokenizer | None, pieces: list[str], words: WordCounts
 ) -> dict[str, float]:
-    """Measure how a tokenizer divides words; None: they are those of `IdWords`. pieces: by id.
+    """Measure how a tokenizer divides words; None: the words of `IdWords`. pieces: by id.
 
     Returns tokens per word (fertility), the fraction of words that are a single piece, and the
     fractions of tokens that are [UNK] or a single character of a longer word.
@@ -113,7 +113,7 @@ def measure_fit(
 
 
 def measure_accents(texts: Iterable[str], vocab: VocabConfig) -> dict:
-    """Measure what is lost where accents are dropped, on a sample of the text.
+    """Measure on a sample of the text what is lost when accents are dropped.
 
     A word is lost if another word that becomes the same as it is more frequent (German `schön`
     becomes `schon`; where `là` is the more frequent, it is `la` that is lost), or if it falls apart
@@ -143,7 +143,7 @@ def measure_accents(texts: Iterable[str], vocab: VocabConfig) -> dict:
 
 
 def describe_accents(accents: dict) -> str | None:
-    """Say what is lost with the accents, if it is much; accents: from `measure_accents`."""
+    """Warn if much is lost with the accents; accents: from `measure_accents`."""
     if accents.get("lost", 0) <= MUCH_LOST:
         return None
     examples = ", ".join(f"{before} becomes {after}" for before, after in accents["examples"])
@@ -154,7 +154,7 @@ def describe_accents(accents: dict) -> str | None:
 
 
 def describe_long_words(report: dict) -> str | None:
-    """Say that many words are as long as clauses, if they are: their script has no spaces."""
+    """Warn if many words are as long as clauses, because their script has no spaces."""
     if report["share_too_long"] <= MUCH_TOO_LONG:
         return None
     return (

@@ -1,7 +1,7 @@
-"""Read an existing vocabulary, a `vocab.txt` or a Hugging Face folder, in place of training one.
+"""Read an existing vocabulary, a `vocab.txt` or a Hugging Face folder, instead of training one.
 
-The flags of a BERT's have to match those of the config: they are never adopted silently. A
-tokenizer of another kind (byte-level BPE, SentencePiece) is taken whole, with its rules for text.
+The flags of a BERT vocabulary have to match those of the config: they are never adopted silently. A
+tokenizer of another kind (byte-level BPE, SentencePiece) is used as a whole, with its text rules.
 """
 
 from dataclasses import replace
@@ -81,7 +81,7 @@ def is_whole(folder: Path) -> bool:
 def read_existing(vocab: VocabConfig) -> list[str]:
     """Read the pieces of the vocabulary at `vocab.path`, by id; none if the path is null.
 
-    Raises `UserError` if that is no valid vocabulary with BERT's special tokens, if its flags
+    Raises `UserError` if that is not a valid vocabulary with BERT's special tokens, if its flags
     differ from the config's, or if `vocab.size` is not its number of pieces.
     """
     if vocab.path is None:
@@ -145,7 +145,7 @@ def make_vocabulary(counts: dict[str, int], vocab: VocabConfig, existing: list[s
 
     Keeps the `existing` pieces and adds `vocab.extend` pieces trained on the corpus, or trains all
     pieces if there are none. New pieces are appended and never replace an [unusedN],
-    because whoever made the vocabulary may use those ids for their own tokens.
+    because the maker of the vocabulary may use those ids for other tokens.
     """
     if existing and not vocab.extend:
         return existing
@@ -174,7 +174,7 @@ def read_lines(path: Path) -> list[str]:
 
 def is_berts(tokenizer: dict) -> bool:
     """Tell whether a `tokenizer.json` is BERT's: its normaliser, pre-tokeniser and WordPiece, and
-    no tokens that divide text but the special ones; {} is none, and counts as BERT's."""
+    no tokens that divide text except the special ones; {} means no file, and counts as BERT's."""
     if not tokenizer:
         return True
     model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
@@ -216,7 +216,7 @@ def pieces_of(tokenizer: dict, path: Path) -> list[str]:
 
 
 def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Path) -> None:
-    """Raise `UserError` if a tokenizer of another kind than BERT's cannot be taken whole."""
+    """Raise `UserError` if a tokenizer of another kind than BERT's cannot be used as a whole."""
     model = tokenizer["model"]
     kind = f"{path} has {model.get('type', 'WordPiece')} with rules for text that are not BERT's"
     check(vocab.extend is None, f"{kind}, so vocab.extend cannot add to it; leave that out")
@@ -238,7 +238,8 @@ def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Pa
 def write_whole(folder: Path, tokenizer: Tokenizer) -> None:
     """Write `vocab.txt`, `tokenizer.json` and `tokenizer_config.json` of a tokenizer of any kind.
 
-    A sequence is `[CLS] text [SEP]` here, so it says so from now on if it said anything else.
+    A sequence is `[CLS] text [SEP]` here, so a tokenizer that builds another one is changed to
+    this.
     """
     pieces = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     vocabulary = Vocabulary.of(pieces)
@@ -252,7 +253,7 @@ def write_whole(folder: Path, tokenizer: Tokenizer) -> None:
     normalizer = tokenizer.normalizer
     lowercase = normalizer is not None and normalizer.normalize_str("A").strip() == "a"
     settings = {"do_lower_case": lowercase}
-    if vocabulary.begin is not None:  # RoBERTa, ALBERT and others call them so too
+    if vocabulary.begin is not None:  # RoBERTa, ALBERT and others use these names too
         settings |= {"bos_token": pieces[cls], "eos_token": pieces[sep]}
     five = {vocabulary[name] for name in SPECIAL_TOKENS}
     added = sorted(tokenizer.get_added_tokens_decoder().items())

@@ -1,8 +1,8 @@
 """Train a WordPiece vocabulary on word counts, and write it as Hugging Face tokenizer files.
 
-"WordPiece" means here what it does in all public code: byte-pair merging of characters inside words
-(Sennrich et al. 2016), with `##` before a piece that continues a word. Training on word counts
-bounds the memory, and a total order of the merges makes the result a function of the counts.
+As in all public code, "WordPiece" means byte-pair merging of characters inside words (Sennrich et
+al. 2016), with `##` before a piece that continues a word. Training on word counts bounds the
+memory, and a total order of the merges makes the result a function of the counts.
 """
 
 import heapq
@@ -32,7 +32,7 @@ class WordCounts(dict[str, int]):
     Beyond `MAX_WORDS` distinct words, drops at least the rarest half. Attributes:
 
     dropped: occurrences dropped in total.
-    shortfall: the most that a count can be too small because its word was dropped before.
+    shortfall: the most by which a count can be too small because its word was dropped earlier.
     junk: occurrences of words of more than `most` characters, which BERT's rules make [UNK].
     """
 
@@ -135,7 +135,7 @@ def merge_pairs(
 
     words: each a string with `chr(id)` for each of its pieces; rewritten in place. A pair of pieces
     is then a string of two characters, which string methods find and replace fast.
-    A merge changes the totals of the pairs beside it only, so that no other pair is counted again.
+    A merge changes only the totals of neighbouring pairs, so no other pair is counted again.
     """
     totals: defaultdict[str, int] = defaultdict(int)
     where: defaultdict[str, list[int]] = defaultdict(list)  # words that have or had a pair

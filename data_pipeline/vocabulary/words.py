@@ -118,10 +118,10 @@ class WordSplitter:
 
 
 class IdWords:
-    """Numbers words as a tokenizer of any kind has them in running text.
+    """Numbers words as any kind of tokenizer sees them in running text.
 
-    A word is what the pre-tokeniser separates, kept as the bytes of its tokens' ids; one that goes
-    on into the next sentence is cut there. A line is encoded as a whole, since tokens may
+    A word is what the pre-tokeniser separates, kept as the bytes of its tokens' ids; one that
+    continues into the next sentence is cut there. A line is encoded as a whole, since tokens may
     depend on what is before them: SentencePiece puts a space before any text that it is given.
     """
 
@@ -181,8 +181,8 @@ def cut_lines(sentences: list[str]) -> Iterator[tuple[int, int]]:
 
 
 def keep_spaces(line: str, sentences: list[str]) -> list[str]:
-    """Give the sentences of a line the spaces after them, which a splitter may have dropped, and
-    the last one a line end."""
+    """Restore the spaces after the sentences of a line, which a splitter may have dropped, and add
+    a line end to the last one."""
     out, at = [], 0
     for sentence in sentences:
         start = max(line.find(sentence, at), at)  # not found: the splitter has changed it
@@ -194,8 +194,9 @@ def keep_spaces(line: str, sentences: list[str]) -> list[str]:
 
 
 def find_units(pieces: list[str], is_bytes: bool) -> list[bool]:
-    """Tell at which pieces of a pre-token a masking unit starts: at the first, and, since a clause
-    of a script without spaces is one pre-token, at each that begins such a letter or follows one.
+    """Mark the pieces of a pre-token at which a masking unit starts: the first piece and, since a
+    clause in a script without spaces is one pre-token, each piece that begins or follows a letter
+    of such a script.
 
     is_bytes: whether the pieces are of byte-level BPE, where a letter can be several.
     """
