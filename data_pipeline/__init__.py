@@ -40,7 +40,7 @@ __all__ = sorted(HOMES)
 
 
 def __getattr__(name: str):
-    """Import a public name when it is first asked for: training must not load what prepares."""
+    """Import a public name on first use, because training must not load the preparation modules."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""The sections of a config that make the data, and how any config is read and checked.
+"""The data sections of a config, and the reading and checking of any config.
 
-One YAML file tells a whole run. Preparation reads the sections of this file and leaves the model's
-to `pretrain.config`, which adds them to the same dataclass.
+One YAML file describes a whole run. Preparation reads the sections defined here; `pretrain.config`
+adds those of the model to the same dataclass.
 """
 
 import difflib
@@ -30,8 +30,8 @@ PLUG_INS = "package.module:function, or FILE.py:function of a file beside the co
 is_plug_in = re.compile(r"([^\W\d][\w.]*|(/.*/)?[^/:]+\.py):[^\W\d]\w*").fullmatch
 MOST_ITEMS = 20_000  # of a YAML file: the parser of 40,000 lists in each other overflows its stack
 PROBES_FILE = "probes.json"  # in data_dir, what preparation makes of `eval.probes`
-HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # least that held-out losses need to be trusted
-WITHOUT_ACCENTS = {"en", "zh"}  # languages that lose next to nothing with their accents
+HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS = 50, 20_000  # minimum for reliable held-out losses
+WITHOUT_ACCENTS = {"en", "zh"}  # languages that lose almost nothing without accents
 # the codes of two letters of ISO 639
 TWO_LETTERS = """aa ab ae af ak am an ar as av ay az ba be bg bh bi bm bn bo br bs ca ce ch co cr cs
 cu cv cy da de dv dz ee el en eo es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def number(default: float | None, interval: str) -> Any:
-    """Declare a number of a config, which, if it is given, lies in an interval such as "[0, 1)"."""
+    """Declare a number of a config that, if given, must lie in an interval such as "[0, 1)"."""
     return field(default=default, metadata={"interval": interval})
 
 
@@ -78,14 +78,15 @@ class DatasetConfig:
 @dataclass
 class SourceConfig:
     builtin: str | None = None
-    """`python-docs`: the English prose that the installation itself carries."""
+    """`python-docs`: the English prose of the installed Python packages."""
     files: Any = None
     """Files or globs, also .gz, .bz2, .xz, .zst, or folders of `save_to_disk`: one or a list."""
     dataset: DatasetConfig | None = None
     """Anything that `datasets.load_dataset` reads, streamed."""
     layout: str = "auto"
-    """What a document is: `blank_line` between documents, one a `line`, one a `file`, or a row of
-    `jsonl`, `csv`, `tsv`, `parquet`, `arrow`; `auto` goes by the file's name, then looks."""
+    """How documents are separated: by a `blank_line`, one per `line`, one per `file`, or one per
+    row of `jsonl`, `csv`, `tsv`, `parquet`, `arrow`; `auto` goes by the file's name, then its
+    content."""
     text_field: str = "text"
     """Field of a JSON line, or column of a table in `files`, that holds the document."""
     encoding: str = "utf-8"
@@ -93,20 +94,20 @@ class SourceConfig:
     errors: str = "strict"
     """Bytes that are not text: `strict` stops and names the place, `replace` puts U+FFFD."""
     on_bad_row: str = "stop"
-    """A row of JSON, CSV or TSV without the text that it should have: `stop` names it, `skip`
-    leaves it out and counts it; more than 1 % of a source stop in any case."""
+    """What to do with a row of JSON, CSV or TSV without its text: `stop` names it, `skip` skips and
+    counts it; more than 1 % of a source always stops."""
     language: str = "en"
-    """ISO 639 code, of two letters where there is one, for the sentence splitter."""
+    """ISO 639 code for the sentence splitter, with two letters if there is such a code."""
     word_segmenter: str | None = None
-    """What is masked together: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a
-    function `package.module:function`, or `FILE.py:function` of a file beside the config, that
-    divides a str into a list of its words."""
+    """Words to mask whole: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a function
+    `package.module:function`, or `FILE.py:function` of a file beside the config, that divides a str
+    into a list of its words."""
     sentence_splitter: str | None = None
     """Sentence splitter `str -> list[str]`, a function given as for `word_segmenter`; null:
     sentencex."""
     weight: float = number(1.0, "(0, 1e6)")
-    """Times that a training document is taken; 0.5: half of the documents, 2.5: all twice, half
-    thrice. A held-out document is taken once at most."""
+    """How often a training document is used; 0.5: half of the documents, 2.5: all twice and half of
+    them a third time. A held-out document is used once at most."""
 
     def validate(self, key: str = "corpus") -> None:
         sources = {"builtin": self.builtin, "files": self.files, "dataset": self.dataset}
@@ -163,15 +164,16 @@ class SourceConfig:
 @dataclass
 class CorpusConfig(SourceConfig):
     sources: list[SourceConfig] = field(default_factory=list)
-    """Several sources in place of one, each with the fields above; the first that holds a text
+    """Several sources instead of one, each with the fields above; the first that contains a text
     keeps it."""
     plug_ins: list[str] = field(default_factory=list)
-    """Modules whose functions `word_segmenter` and `sentence_splitter` may name, since they run."""
+    """Modules whose functions `word_segmenter` and `sentence_splitter` may name, since their code
+    runs."""
     deduplicate: bool = True
-    """Drop what was there before: equal documents, and equal lines of 100 characters or more."""
+    """Drop repetitions: identical documents, and identical lines of 100 characters or more."""
     held_out_fraction: float = number(0.01, "[0, 1)")
-    """Share of documents kept from training for evaluation, chosen by a hash of their text; of a
-    small corpus more, up to a fifth, so that losses can be trusted; 0: none."""
+    """Share of documents kept from training for evaluation, chosen by a hash of their text; a small
+    corpus holds out more, up to a fifth, so that losses are reliable; 0: none."""
 
     def validate(self) -> None:
         check_numbers(self, "corpus")
@@ -206,8 +208,8 @@ class CorpusConfig(SourceConfig):
 @dataclass
 class VocabConfig:
     path: str | None = None
-    """A vocabulary that is there already, `vocab.txt` or a Hugging Face folder; null: that of
-    `init_from`, or train one. A tokenizer that is not BERT's is taken with its rules for text."""
+    """An existing vocabulary, `vocab.txt` or a Hugging Face folder; null: that of `init_from`, or
+    train one. A tokenizer of another kind than BERT's is used with its own text rules."""
     size: int | None = number(None, "[16, 1e6]")
     """Pieces to train, special tokens included; the file is padded with [unusedN] to a multiple of
     64. Null: 30522, or all of `path`."""
@@ -216,8 +218,9 @@ class VocabConfig:
     lowercase: bool = True
     """Lower-case the text."""
     strip_accents: bool | None = None
-    """Drop accents: é becomes e, but also が か and 각 three letters. Null: with `lowercase`, where
-    all text is English or Chinese, whose published BERTs do so, or where `path` is given."""
+    """Drop accents: é becomes e, but also が becomes か and 각 three letters. Null: drop them with
+    `lowercase` if all text is English or Chinese, as in their published BERTs, or if `path` is
+    given."""
     handle_chinese_chars: bool = True
     """Make every Chinese character a word of its own."""
     min_frequency: int = number(2, "[1, 1e12]")
@@ -241,20 +244,20 @@ class PairsConfig:
     objective: str = "nsp"
     """`nsp`: is B the text that follows A; `sop`: are A and B in order; `none`: single segments."""
     single_segment_prob: float = number(0.0, "[0, 1]")
-    """Share of the sequences that have one segment in spite of the objective, and no label for it.
-    Evaluations have pairs only, or, in a phase where this is 1, single segments only."""
+    """Share of the sequences that have a single segment and no pair label, even if the objective
+    uses pairs. Evaluations use pairs only, or single segments only in a phase where this is 1."""
     masking: str = "whole_word"
-    """What is masked together: a `whole_word`, a `span` of 1 to 10 words as in SpanBERT, an `ngram`
-    of 1 to 3 words as in ALBERT, or each `token` alone."""
+    """The unit of masking: a `whole_word`, a `span` of 1 to 10 words as in SpanBERT, an `ngram` of
+    1 to 3 words as in ALBERT, or each `token` alone."""
     masked_lm_prob: float = number(0.15, "(0, 1)")
     """Share of the ordinary tokens that are predicted."""
     mask_replace_prob: float = number(0.8, "[0, 1]")
-    """Share of the predicted tokens that become [MASK]; each token is drawn by itself, but for
-    `span`, whose tokens share one draw."""
+    """Share of the predicted tokens that become [MASK]; each token is drawn independently, except
+    in a `span`, whose tokens share one draw."""
     random_replace_prob: float = number(0.1, "[0, 1]")
     """Share of the predicted tokens that become random pieces; the rest stay as they are."""
     max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
-    """Most tokens that are predicted in a sequence; null: no bound."""
+    """Maximum number of predicted tokens per sequence; null: no limit."""
     short_seq_prob: float = number(0.1, "[0, 1)")
     """Share of the sequences that aim at a random shorter length, as fine-tuning will see."""
 
@@ -283,7 +286,7 @@ class ProbesConfig:
     pairs_per_paradigm: int = number(20, "[1, 1e9]")
     """Largest number of pairs of each paradigm, so that an evaluation stays short."""
     sentences: list[str] = field(default_factory=list)
-    """Sentences with a [MASK] or several, whose five likeliest fillings are recorded."""
+    """Sentences with one or more [MASK], whose five most likely fillings are recorded."""
 
     def validate(self) -> None:
         check_numbers(self, "eval.probes")
@@ -298,7 +301,7 @@ class ProbesConfig:
 @dataclass
 class EvalConfig:
     probes: ProbesConfig = field(default_factory=ProbesConfig)
-    """What else each evaluation asks the model. May change between runs of a run folder."""
+    """Further questions that each evaluation asks the model. May change when a run resumes."""
 
 
 @dataclass
@@ -315,15 +318,16 @@ class DataConfig:
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     """Where the text comes from."""
     vocab: VocabConfig = field(default_factory=VocabConfig)
-    """The vocabulary to make of it."""
+    """The vocabulary."""
     data: PairsConfig = field(default_factory=PairsConfig)
-    """Pairs of sentences and masks."""
+    """Sentence pairs and masks."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Probes, which preparation encodes, since training loads no tokenizer."""
 
     @classmethod
     def defaults(cls, given: DictConfig) -> dict:
-        """Return the values of fields that neither a file nor the command line has `given`."""
+        """Return default values for fields that neither the file nor the command line has
+        `given`."""
         return {}
 
     def validate(self) -> None:
@@ -354,7 +358,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     """Read the config at `path` with `key=value` overrides, as a validated instance of `schema`.
 
-    Skips the sections of training where `schema` has none.
+    Skips the training sections if `schema` has none.
     Raises `UserError` that names the file, the key and the nearest valid key.
     """
     try:
@@ -406,7 +410,8 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
 
 
 def find_empty(schema: type, given: DictConfig) -> set[str]:
-    """Find the sections of which a file has the name alone, as where all its lines are comments."""
+    """Find the sections that are empty in a file, for example because all their lines are
+    comments."""
     sections = {item.name for item in fields(schema) if names_in(item.type)}
     return {name for name in sections & set(given) if given[name] is None}
 

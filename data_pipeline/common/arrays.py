@@ -1,7 +1,7 @@
-"""What several stages do with arrays: list ranges, mark runs, and write them to disk.
+"""Array functions that several stages share: list ranges, mark runs, write to disk.
 
-A full disk is an error with its name. It would be without a number from `ndarray.tofile` and
-`np.save`, and end the process by SIGBUS through a memory map.
+A full disk raises an OSError with its number. `ndarray.tofile` and `np.save` would raise one
+without a number, and a memory map would end the process by SIGBUS.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,5 +1,5 @@
-"""Report what ends a command in one line: errors that the user can correct, with exit code 2, and
-signals, with exit code 75; warnings in red."""
+"""Report in one line what ends a command: errors that the user can correct (exit code 2) and
+signals (exit code 75). Print warnings in red."""
 
 import errno
 import os
@@ -18,14 +18,15 @@ def check(holds: bool, message: str) -> None:
 
 
 class Stopped(BaseException):
-    """A signal that has stopped the work: says where, and how to go on; "" if another rank says it.
+    """A signal that has stopped the work: says where, and how to continue; "" if another rank says
+    it.
 
-    Like KeyboardInterrupt no `Exception`, so that nothing takes it for an error.
+    Like KeyboardInterrupt, not an `Exception`, so that nothing treats it as an error.
     """
 
 
 def is_fault(error: BaseException) -> bool:
-    """Tell an error, or a panic of a library in Rust, which is no `Exception`, from a signal."""
+    """Distinguish an error, or a panic of a Rust library (not an `Exception`), from a signal."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

@@ -63,8 +63,8 @@ def install_files(source: Path, target: Path, names: Iterable[str] | None = None
 def write_file(path: Path, data: bytes, lasting: bool = False, shared: bool = False) -> None:
     """Write a file atomically: readers find the old content or the new one.
 
-    lasting: after a power failure too, for which a disk needs a moment. shared: several commands
-    may write it at the same time, and the last to finish wins.
+    lasting: survives a power failure, for which the write waits for the disk. shared: several
+    commands may write it at the same time, and the last to finish wins.
     """
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp" if shared else f"{path.name}.tmp")
     try:

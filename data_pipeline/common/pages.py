@@ -1,4 +1,4 @@
-"""Draw charts and HTML pages that load nothing: what the data report and the run report share.
+"""Draw charts and self-contained HTML pages, for the data report and the run report.
 
 `frame.html` beside this file holds the frame of a page, its style, and the markup of charts and
 tables. This file computes what the markup shows: the places of lines and ticks, in permille of a
@@ -74,7 +74,7 @@ def draw_chart(
     for line in lines:
         places = [(x_place(x), y_place(y)) for x, y in line.points]
         texts = [f"{format_short(x)} {x_unit}: {say(y)}" for x, y in line.points]
-        # a line of one point would not be seen
+        # a line of one point would be invisible
         is_dotted = len(places) == 1 or line.look == "dots" and len(places) <= MOST_DOTS
         drawn.append(
             {

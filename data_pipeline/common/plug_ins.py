@@ -1,7 +1,7 @@
-"""Load a function of the user's own, which a config names, and call it with proof in hand.
+"""Load a user's function that a config names, and check what it returns.
 
-It runs code, so a config has to list its module in `corpus.plug_ins`, or give it in a file beside
-itself, and it is called with one sentence before any work begins.
+Since its code runs, the config has to list the module in `corpus.plug_ins`, or the function has to
+be in a file beside the config. It is called with one sentence before any work begins.
 """
 
 import os
@@ -23,8 +23,8 @@ def load_plug_in(
 ) -> Callable[[str], list[str]]:
     """Load the function `package.module:function` or `path.py:function` that a config key names.
 
-    find_fault: tells from a text and what was made of it what is wrong, or None.
-    The function that is returned raises `UserError` where the plug-in fails or has a fault.
+    find_fault: says what is wrong with the result for a text, or None. The returned function raises
+    `UserError` if the plug-in fails or its result has a fault.
     """
     place, _, attribute = name.rpartition(":")
     try:
@@ -59,7 +59,7 @@ def is_file(name: str) -> bool:
 
 
 def run_file(path: str) -> ModuleType:
-    """Run a Python file as a module, from its text: bytecode kept beside it may be of another."""
+    """Run a Python file as a module, from its source: bytecode stored beside it may be outdated."""
     module = ModuleType(f"plug-in {path}")
     module.__file__ = path
     sys.modules[module.__name__] = module  # where dataclasses look for their types

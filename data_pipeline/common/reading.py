@@ -1,7 +1,7 @@
 """Read small files that others may have written: regular files of bounded size, and JSON of a
 known shape.
 
-A shape says what a value of JSON has to be:
+A shape describes the allowed values of a JSON value:
 
     int, float, str, bool, None    of this type; a float is finite, and an int is one too
     object    anything
@@ -144,7 +144,7 @@ def clip(value: Any) -> str:
 
 
 def find_delimiter(header: str, wanted: set[str]) -> str:
-    """Find what separates the columns of a CSV file: the comma, or what gives its header more of
-    the wanted names. Spreadsheets write semicolons where numbers have a decimal comma."""
+    """Find the delimiter of a CSV file: the comma, or whatever gives its header more of the wanted
+    names. Spreadsheets write semicolons where numbers have a decimal comma."""
     rows = {mark: next(csv.reader([header], delimiter=mark), []) for mark in ",;\t"}
     return max(rows, key=lambda mark: len(wanted.intersection(rows[mark])))
