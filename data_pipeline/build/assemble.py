@@ -37,11 +37,11 @@ def assemble_store(
     settings: dict,
     vocab_dir: Path,
 ) -> dict:
-    """Join the encoded shards to the token store at `store_dir`, and return its manifest.
+    """Join the encoded shards into the token store at `store_dir`, and return its manifest.
 
     shards: folders that `encode_scan` wrote, in the order of file chunks.
     stats, sources, settings: what `scan_group` counted, `describe_sources` and `store_settings`.
-    Raises `UserError` if `store_dir` holds anything else than an unfinished store.
+    Raises `UserError` if `store_dir` holds anything other than an unfinished store.
     """
     corpus = hashlib.sha256("".join(s["sha256"] for s in stats).encode()).hexdigest()
     manifest = {"schema": SCHEMA, "settings": settings, "corpus_sha256": corpus}
@@ -87,7 +87,7 @@ def check_unfinished(store_dir: Path) -> None:
 
 
 def join_shards(parts: list[tuple[Path, dict]], out: Path, bar, marked: bool) -> dict:
-    """Write the arrays of all shards, end to end, to folder `out`; their entry in the manifest.
+    """Write the arrays of all shards, end to end, to folder `out`; returns their manifest entry.
 
     parts: folder of each shard, and its sizes. bar: counts the tokens written.
     """
@@ -146,7 +146,7 @@ def unpack_bits(parts: Iterable[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]
 def describe_sources(
     corpus: CorpusConfig, groups: list[list[FileChunk]], stats: list[dict], shards: list[Path]
 ) -> list[dict]:
-    """Describe each source for the manifest: its sizes, and what was left out, by cause.
+    """Describe each source for the manifest: its sizes, and what was skipped, by cause.
 
     Bytes are counted as read, all other sizes as stored, in both splits together.
     """

@@ -1,4 +1,4 @@
-"""Turn the text of a file chunk, or of some small ones, into token ids on disk, in two passes.
+"""Turn the text of a file chunk, or of a few small ones, into token ids on disk, in two passes.
 
 `scan_group` reads the text once, and replaces each word by a number, in order of first appearance.
 When the vocabulary has been trained on the word counts, `encode_scan` tokenizes each distinct word
@@ -112,7 +112,7 @@ def choose_numbering(
 ) -> Callable[[list[str]], tuple[np.ndarray, ...]]:
     """Choose the function that numbers the words of sentences.
 
-    whole: a tokenizer of another kind than BERT's, whose words are taken.
+    whole: a tokenizer of another kind than BERT's, whose words are used.
     """
     if whole:
         return IdWords(whole, index)
@@ -129,7 +129,7 @@ class WordWriter:
         folder.mkdir()
         self.folder, self.number = folder, number
         self.sentences: list[str] = []
-        # of each document that is not yet written: sentences, bytes, whether it is a further copy
+        # per unwritten document: sentences, bytes, whether it is a further copy
         self.documents: list[tuple[int, int, bool]] = []
         self.wordless = 0  # documents without words, which are left out
         self.waiting = 0  # characters not yet written

@@ -38,7 +38,8 @@ def hash_json(value) -> str:
 def store_settings(
     corpus: CorpusConfig, vocab: VocabConfig, chunks: list[FileChunk], existing: list[str]
 ) -> dict:
-    """Collect all that a store depends on, by config key; files are represented by their hashes.
+    """Collect everything that a store depends on, by config key; files are represented by their
+    hashes.
 
     existing: the pieces of the vocabulary at `vocab.path`, or none.
     """
@@ -55,7 +56,7 @@ def store_settings(
 
 
 def identify(plug_in: str | None) -> str | None:
-    """Name a plug-in of a file by its content; the name of any other is all that is known of it."""
+    """Identify a plug-in in a file by the file's content, and any other plug-in by its name."""
     if not is_file(plug_in or ""):
         return plug_in
     path, _, function = plug_in.rpartition(":")

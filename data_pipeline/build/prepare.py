@@ -1,8 +1,8 @@
 """Prepare a corpus: vocabulary and token store from raw text, by the stages of
 `data_pipeline.build.stages`, on this machine, a cluster or a job array.
 
-A command that was stopped continues where it was, and the result depends neither on the number of
-workers nor on the machine that they run on.
+A stopped command resumes where it was, and the result depends neither on the number of workers nor
+on the machines that they run on.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def prepare(
     finish: completes the stage of a job array: merges the hashes, trains the vocabulary or
     assembles the store.
     Raises `UserError` if `data_dir` was built from another corpus or with other settings, or if a
-    file of its store is missing or cut.
+    file of its store is missing or truncated.
     """
     work = Work(config)
     check(
@@ -66,7 +66,7 @@ def prepare(
     claim_folder(work.data_dir, DATA_FILES, "data_dir", is_data)
     if is_prepared(work):
         store_dir, vocabulary = work.data_dir / "store", read_vocabulary(work.data_dir / "vocab")
-        for split in SPLITS:  # finds what is missing or cut; --verify reads all of it
+        for split in SPLITS:  # finds missing or truncated files; --verify reads all of them
             TokenStore.open(store_dir, split, vocabulary)
         remove_entries(work.folder, is_work)  # a killed command may have left some
         print(f"store: {store_dir} is there already")
@@ -100,7 +100,7 @@ def prepare(
 
 
 def run_stages(stages: list[Stage], work: Work, run: Callable[..., None]) -> None:
-    """Do all tasks that are still to be done, on this machine or a cluster, and join them."""
+    """Do all remaining tasks, on this machine or a cluster, and join their results."""
     for stage in stages:
         do_missing(stage, stage.plan(work), run)
         stage.join(work)
@@ -109,7 +109,7 @@ def run_stages(stages: list[Stage], work: Work, run: Callable[..., None]) -> Non
 def run_array_task(
     stage: Stage, work: Work, array_task: tuple[int, int], run: Callable[..., None]
 ) -> None:
-    """Do the tasks i, i + n, ... of a stage that are still to be done; array_task: (i, n)."""
+    """Do the remaining tasks among i, i + n, ... of a stage; array_task: (i, n)."""
     index, number = array_task
     do_missing(stage, stage.plan(work)[index::number], run)
     print(f"{stage.done}; when all array tasks have, run this command with --finish")
@@ -141,7 +141,7 @@ def do_missing(stage: Stage, plan: Plan, run: Callable[..., None]) -> None:
 
 
 def is_data(data_dir: Path) -> bool:
-    """Tell whether a folder without the marker file is a `data_dir` all the same.
+    """Tell whether a folder without the marker file is a `data_dir` nevertheless.
 
     It may be a copy without the marker, or the work of an earlier version, finished or not.
     """
@@ -175,9 +175,9 @@ def is_prepared(work: Work) -> bool:
 
 
 def check_disk(work: Work) -> None:
-    """Raise `UserError` if the disk lacks the space that preparation surely takes, in `data_dir`.
+    """Raise `UserError` if the disk of `data_dir` lacks the minimum space for preparation.
 
-    What is there of the work counts; a dataset's size is unknown.
+    Existing work counts; the size of a dataset is unknown.
     """
     weight = min(1.0, min(source.weight for source in work.corpus.each_source()))
     wanted = DISK_SHARE * weight * count_bytes([c for c in work.chunks if c.version])
@@ -196,8 +196,8 @@ def remove_others(work: Work) -> None:
 
 
 def remove_damaged(work: Work) -> None:
-    """Remove the results of commands before this one that are not as they were written, so that
-    they are made again, and with them what was made of all results together."""
+    """Remove damaged results of earlier commands, so that they are made again, and with them what
+    was made from all results together."""
     found = sorted(path for path in work.folder.glob(f"{work.name}-*") if path.is_dir())
     size = sum(path.stat().st_size for one in found for path in one.rglob("*"))
     with progress_bar("checking", size, "B", delay=5) as bar:

@@ -1,5 +1,5 @@
-"""Read probes of a model and encode them: minimal pairs, which are two sentences that differ in one
-point of grammar, and sentences with a [MASK]."""
+"""Read and encode the probes of a model: minimal pairs (two sentences that differ in one point of
+grammar), and sentences with a [MASK]."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -36,8 +36,8 @@ def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
     """Read the minimal pairs of files, or of all files in folders, up to `limit` a paradigm.
 
     A `.jsonl` file has BLiMP's keys, of which `sentence_good` and `sentence_bad` are required; a
-    line of a `.tsv` file is good<TAB>bad, the first perhaps a header. Where no paradigm is named,
-    it is the name of the file.
+    line of a `.tsv` file is good<TAB>bad, the first perhaps a header. The paradigm defaults to the
+    name of the file.
     Raises `UserError` that names file and line.
     """
     pairs, counts = [], {}
@@ -51,8 +51,8 @@ def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
 
 
 def list_files(names: list[str]) -> list[Path]:
-    """List the files of minimal pairs, each once, those of a folder and its folders in the order of
-    their names; what is hidden there is left out."""
+    """List the files of minimal pairs, each once; those in a folder and its subfolders in the order
+    of their names, without hidden ones."""
     files = {}
     for path in (Path(name).expanduser() for name in names):
         check(path.exists(), f"no minimal pairs at {path}; give a folder or files of them")
@@ -130,7 +130,7 @@ def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:
 def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
     """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP].
 
-    A [MASK] in a text is the mask token, whatever its name is there.
+    A [MASK] in a text is the mask token, whatever the tokenizer calls it.
     Raises `UserError` for a text without tokens, such as one of control characters.
     """
     tokenizer, vocabulary = load_tokenizer(folder), read_vocabulary(folder)

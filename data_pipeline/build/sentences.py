@@ -13,12 +13,12 @@ NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # the number of a list item: 
 # possessive, and begun once only, so that a long run of spaces takes linear time
 SPACE = re.compile(r"(?<!\s)\s++(?=\.)")
 STOP = re.compile(r"[。！？｡][”’」』]*")  # the end of a sentence in Chinese or Japanese
-# what goes on with a sentence after "approx.", but not after such a stop
+# what continues a sentence after "approx.", but not after such a stop
 AFTER_STOP = re.compile(f"({STOP.pattern})[0-9a-z]")
 LONG = 4096  # characters after which a paragraph is cut at the next stop of any script
 ANY_STOP = re.compile(rf"""{STOP.pattern}|[.!?؟۔।॥።][”’»)\]"']*+\s++(?=\S)""")
-# sentencex pairs a quote or a bracket with the next one, and finds no end of a sentence between
-HIDING = 512  # characters of a sentence above which its marks count no longer
+# sentencex pairs a quote or bracket with the next one, and finds no sentence end between them
+HIDING = 512  # length of a sentence above which its quotes and brackets are ignored
 NO_MARKS = str.maketrans(dict.fromkeys("\"'`“”„‘’«»‹›「」『』()[]{}<>", " "))
 
 
@@ -26,7 +26,7 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     """Return the function that splits a paragraph into sentences.
 
     language: ISO 639 code; sentencex splits about 300 languages.
-    plug_in: `package.module:function` to use in its place.
+    plug_in: `package.module:function` to use instead.
     Raises `UserError` if the plug-in cannot be imported or, when called, does not return a list of
     lines.
     """
@@ -84,7 +84,7 @@ def join_fragments(parts: list[str]) -> list[str]:
 
 
 def find_fault(paragraph: str, sentences: list[str]) -> str | None:
-    """Tell what is wrong with the sentences of a plug-in; None if nothing is."""
+    """Describe what is wrong with the sentences of a plug-in; None if nothing is."""
     if isinstance(sentences, list) and all(
         isinstance(sentence, str) and "\n" not in sentence for sentence in sentences
     ):

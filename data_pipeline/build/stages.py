@@ -153,8 +153,8 @@ def plan_reading(work: Work) -> Plan:
 
 
 def write_vocab(work: Work) -> None:
-    """Check that the corpus holds text, train the vocabulary on its training words, and write and
-    print how it fits held-out ones."""
+    """Check that the corpus holds text, train the vocabulary on its training words, and report how
+    it fits the held-out ones."""
     check_unchanged(work.chunks)
     check_corpus(work.stats, work.config, work.groups)
     warn_of_languages(work)
@@ -180,7 +180,7 @@ def write_vocab(work: Work) -> None:
 
 
 def warn_of_languages(work: Work) -> None:
-    """Warn of sources whose text is not in the language that they are said to have."""
+    """Warn of sources whose text is not in their configured language."""
     for i, source in enumerate(work.corpus.each_source()):
         sample, told = "".join(sample_source(work, i, LANGUAGE_SAMPLE)), ""
         if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
@@ -192,8 +192,8 @@ def warn_of_languages(work: Work) -> None:
 
 
 def check_unchanged(chunks: list[FileChunk]) -> None:
-    """Raise `UserError` if a file of the corpus is no longer the one that preparation began with:
-    its parts would be of different texts, and no later start would know it."""
+    """Raise `UserError` if a corpus file has changed since preparation began: its parts would come
+    from different texts, and no later start would notice."""
     for path, version in {chunk.path: chunk.version for chunk in chunks if chunk.version}.items():
         if not os.path.isfile(path) or sample_hash(path) != version:
             raise UserError(
@@ -289,7 +289,7 @@ def encode_probes(work: Work) -> None:
 def group_task(
     function: Callable, group: list[FileChunk], out: Path, *arguments
 ) -> tuple[Path, Task]:
-    """Make the task of a function (group, out, *arguments); its size is in bytes."""
+    """Make a task that calls a function (group, out, *arguments); its size is in bytes."""
     first, *others = group
     name = first.path + (f" from byte {first.start:,}" if first.version and first.start else "")
     name += f" and {len(others)} more" if others else ""

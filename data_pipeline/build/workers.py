@@ -107,7 +107,7 @@ def open_executor(
 
 
 def begin_worker(command: int) -> None:
-    """Have a worker end with its command, and leave to it the signals that reach them all.
+    """Make a worker end with its command, and leave signals to the process group to the command.
 
     command: its process id.
     SIGTERM stays, by which the executor ends its workers.

@@ -1,4 +1,4 @@
-"""Audit what a run will train on: measure its text, vocabulary, pairs and masks.
+"""Audit the data that a run will train on: its text, vocabulary, pairs and masks.
 
 The measures take pairs and token arrays and do not depend on the rule that drew them, so that tests
 can apply them to other rules. On a large corpus they use the first pairs of the epoch, which are a
@@ -30,7 +30,7 @@ PAIRS, SEQUENCES = 200_000, 50_000  # most pairs to measure, and most sequences 
 MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # most tokens of those sequences; most lengths to sample
 BLOCK = 4096  # pairs to process at once
 DECODERS = {"Ġ": decoders.ByteLevel(), "▁": decoders.Metaspace()}  # by `Vocabulary.begin`
-LONG = 6  # words of this many pieces or more are counted together
+LONG = 6  # words with at least this many pieces are counted together
 EXAMPLES = 12
 CHINESE = "[\u2e80-\u9fff\uff00-\uff65]"  # characters and punctuation written without spaces
 
@@ -161,7 +161,7 @@ def audit_overlap(
 ) -> dict:
     """Measure how well words shared by A and B predict the labels.
 
-    This is not a leak, since shared words are part of the meaning, but a baseline to beat.
+    This is not a leak, since shared words are part of the meaning; it is a baseline to beat.
     """
     shared = share_of_words(store, pairs)
     label = pairs["label"].astype(bool)
