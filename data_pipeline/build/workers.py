@@ -107,7 +107,7 @@ def open_executor(
 
 
 def begin_worker(command: int) -> None:
-    """Make a worker end with its command, and leave signals to the process group to the command.
+    """Make a worker end with its command, and ignore the signals that the command handles.
 
     command: its process id.
     SIGTERM stays, by which the executor ends its workers.

@@ -1,7 +1,7 @@
-"""Stop on a signal or with the launcher: at once, or where the work has nothing to lose.
+"""Stop on a signal or with the launcher: at once, or at a point where no work is lost.
 
-Handlers run in the main thread, between two instructions of Python. What they know is global, as
-the handlers of a process are.
+Handlers run in the main thread, between two instructions of Python. Their state is global, like the
+handlers of a process.
 """
 
 import io
@@ -25,8 +25,8 @@ on_hold: Callable[[], None] | None = None  # if signals are held: called at the 
 def catch_signals(advice: str) -> None:
     """Raise `Stopped` in the main thread at the first signal of `CAUGHT`, unless they are held.
 
-    A second SIGINT ends the process at once; other further signals change nothing. What is ignored
-    stays so: a shell starts jobs in the background with SIGINT ignored, nohup all with SIGHUP.
+    A second SIGINT ends the process at once; other further signals change nothing. Ignored signals
+    stay ignored: a shell ignores SIGINT for background jobs, and nohup ignores SIGHUP.
 
     advice: what the message says after the name of the signal.
     """
@@ -37,7 +37,7 @@ def catch_signals(advice: str) -> None:
         global received
         if number == Signals.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        if number == Signals.SIGHUP:  # what is written to a terminal that is gone raises an error
+        if number == Signals.SIGHUP:  # writing to a terminal that is gone raises an error
             for terminal in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
         is_first, received = received is None, received or Signals(number)
@@ -53,7 +53,8 @@ def catch_signals(advice: str) -> None:
 
 
 def hold_signals(announce: Callable[[], None]) -> None:
-    """Only call `announce` at the first signal from now on; `received_signal` tells of it."""
+    """From now on, only call `announce` at the first signal; `received_signal` returns that
+    signal."""
     global on_hold
     on_hold = announce
 
@@ -64,7 +65,7 @@ def received_signal() -> Signals | None:
 
 
 def die_with_launcher() -> None:
-    """Have this process get SIGTERM when the launcher that started it ends; Linux only.
+    """Make this process receive SIGTERM when the launcher that started it ends; Linux only.
 
     A launcher that is killed leaves its processes behind, and so does `accelerate launch` of one
     process at any signal.
@@ -74,7 +75,8 @@ def die_with_launcher() -> None:
 
 
 def launcher_patience() -> float:
-    """Tell how many seconds after a signal torchrun kills its processes; infinity: none will."""
+    """Return how many seconds after a signal torchrun kills its processes; infinity: it does
+    not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return math.inf
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
@@ -92,7 +94,7 @@ class Lasting(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Go on, in silence, where nobody reads stdout or stderr any more."""
+    """Continue silently if nobody reads stdout or stderr any more."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is not None:  # else it is closed
             output = io.BufferedWriter(Lasting(number, "w", closefd=False))

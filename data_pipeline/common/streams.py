@@ -1,4 +1,5 @@
-"""Draw random numbers as hashes of integers, so that any draw can be made alone and in any order.
+"""Draw random numbers as hashes of integers, so that draws can be made independently and in any
+order.
 
 Draw number `counter` of a stream is the splitmix64 hash of (stream, counter) (Steele, Lea, Flood:
 Fast Splittable Pseudorandom Number Generators, 2014). There is no generator state to save. Creating

@@ -29,7 +29,8 @@ def machine_memory() -> int:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have this process get a signal when its parent ends, even if that is killed; Linux only."""
+    """Make this process receive a signal when its parent ends, even if the parent is killed; Linux
+    only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it ended before

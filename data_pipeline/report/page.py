@@ -33,8 +33,8 @@ from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.coverage import describe_accents
 
 KINDS = {"mask": "[MASK]", "random": "a random piece in its place", "kept": "kept as it was"}
-FEW_DOCUMENTS = 1000  # below, random segments B are often of the same few documents
-MUCH_OF_THE_TEXT = 0.1  # share of a document that is too long to be about one thing
+FEW_DOCUMENTS = 1000  # below this, random segments B often come from the same few documents
+MUCH_OF_THE_TEXT = 0.1  # share of the text above which a document is too long for one topic
 MUCH_UNKNOWN = 0.01  # share of [UNK]
 
 
@@ -42,7 +42,7 @@ MUCH_UNKNOWN = 0.01  # share of [UNK]
 
 
 def list_warnings(result: dict) -> list[str]:
-    """List what is unusual about the text and the vocabulary, what it does, and what to do."""
+    """List unusual properties of the text and the vocabulary, their effects, and remedies."""
     store, warnings = result["store"], []
     if result["other_settings"]:
         warnings.append(
