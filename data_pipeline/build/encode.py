@@ -86,15 +86,16 @@ def scan_group(
                 chunk_hash.update(data + b"\0")
                 number = hash_document(document)
                 held_out = number < selected.limit
-                document, copies = selected.take(document, number, held_out, rejects)
-                lines = document.split("\n") if whole else [document]
+                kept, copies = selected.take(document, number, held_out, rejects)
+                lines = kept.split("\n") if whole else [kept]
                 parts = (list(split_sentences(line, split)) for line in lines)
                 if whole:
                     parts = map(keep_spaces, lines, parts)
                 sentences = list(chain.from_iterable(parts))
-                taken = len(document.encode("utf-8", "replace"))  # may have lost paragraphs
+                if kept is not document:  # it has lost paragraphs
+                    data = kept.encode("utf-8", "replace")
                 for i in range(copies):
-                    writers[SPLITS[held_out]].add(sentences, taken, is_copy=i > 0)
+                    writers[SPLITS[held_out]].add(sentences, len(data), is_copy=i > 0)
             hashes.append(chunk_hash.hexdigest())
         stats = {name: writer.close() for name, writer in writers.items()}
         if wordless := sum(writer.wordless for writer in writers.values()):

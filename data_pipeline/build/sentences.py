@@ -1,7 +1,7 @@
 """Split documents into sentences of limited length."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, chain, pairwise
 
 from data_pipeline.common.plug_ins import load_plug_in
@@ -12,7 +12,8 @@ NUMBER = re.compile(r"\W?\d{1,3}([.．]\d+)*\W+")  # the number of a list item: 
 # white space before a full stop; with one beyond ASCII, as in "B\xa0.", sentencex 1.0.32 panics;
 # possessive, and begun once only, so that a long run of spaces takes linear time
 SPACE = re.compile(r"(?<!\s)\s++(?=\.)")
-STOP = re.compile(r"[。！？｡][”’」』]*")  # the end of a sentence in Chinese or Japanese
+STOPS = "。！？｡"  # ends of sentences in Chinese or Japanese
+STOP = re.compile(f"[{STOPS}][”’」』]*")
 # what continues a sentence after "approx.", but not after such a stop
 AFTER_STOP = re.compile(f"({STOP.pattern})[0-9a-z]")
 LONG = 4096  # characters after which a paragraph is cut at the next stop of any script
@@ -37,18 +38,25 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     def segment(text: str) -> list[str]:
         wide = not text.isascii()
         if wide and any(part[-1:] > "\x7f" and part[-1:].isspace() for part in text.split(".")):
-            text = SPACE.sub(lambda found: " " * len(found[0]), text)
+            spaced = SPACE.sub(lambda found: " " * len(found[0]), text)
+            return cut_alike(text, sentencex.segment(language, spaced))
         return sentencex.segment(language, text)
 
     def split(paragraph: str) -> list[str]:
-        if paragraph.isascii() and len(paragraph) <= HIDING:
-            return join_fragments(sentencex.segment(language, paragraph))
-        parts = chain.from_iterable(map(segment, cut_at_stops(AFTER_STOP.sub(r"\1A", paragraph))))
+        has_stops = not paragraph.isascii() and any(stop in paragraph for stop in STOPS)
+        if len(paragraph) <= HIDING and not has_stops:
+            return join_fragments(segment(paragraph))
+        text = AFTER_STOP.sub(r"\1A", paragraph) if has_stops else paragraph
+        parts = chain.from_iterable(map(segment, cut_at_stops(text)))
         plain = (segment(p.translate(NO_MARKS)) if len(p) > HIDING else [p] for p in parts)
-        ends = accumulate(map(len, chain.from_iterable(plain)), initial=0)
-        return join_fragments([paragraph[a:b] for a, b in pairwise(ends)])
+        return join_fragments(cut_alike(paragraph, chain.from_iterable(plain)))
 
     return split
+
+
+def cut_alike(text: str, parts: Iterable[str]) -> list[str]:
+    """Cut a text into as many characters as each of the parts has."""
+    return [text[a:b] for a, b in pairwise(accumulate(map(len, parts), initial=0))]
 
 
 def cut_at_stops(paragraph: str) -> Iterator[str]:

@@ -98,17 +98,26 @@ def check_shape(value: Any, shape: Any, path: Path, advice: str) -> None:
         raise UserError(f"{path} is damaged, or of another kind: {fault}; {advice}")
 
 
-def find_fault(value: Any, shape: Any, place: str = "") -> str | None:
-    """Describe where a value of JSON has another shape; None if it has this one.
+def find_fault(value: Any, shape: Any) -> str | None:
+    """Describe where a value of JSON has another shape; None if it has this one."""
+    if (found := find_other(value, shape)) is None:
+        return None
+    place, other = found
+    return f"{place.strip('.') or 'it'} is {'null or missing' if other is None else clip(other)}"
 
-    place: of the value in its file, for the description.
-    """
+
+def find_other(value: Any, shape: Any) -> tuple[str, Any] | None:
+    """Find the first place where a value has another shape, and what stands there; None if it has
+    this one. The place is put together only then: a vocabulary has many values."""
     if isinstance(shape, tuple):
-        faults = [find_fault(value, one, place) for one in shape]
-        return None if None in faults else faults[0]
+        others = [find_other(value, one) for one in shape]
+        return None if None in others else others[0]
     if isinstance(shape, list | dict) and type(value) is type(shape):
-        inner = list_inner(value, shape, place)
-        return next(filter(None, (find_fault(*one) for one in inner)), None)
+        for key, item, one in list_inner(value, shape):
+            if other := find_other(item, one):
+                name = f"[{key}]" if isinstance(shape, list) else f".{key}"
+                return name + other[0], other[1]
+        return None
     if shape is None:
         fits = value is None
     elif isinstance(shape, range):
@@ -119,22 +128,21 @@ def find_fault(value: Any, shape: Any, place: str = "") -> str | None:
         fits = type(value) is int or type(value) is float and math.isfinite(value)
     else:
         fits = shape in (object, type(value))
-    found = "null or missing" if value is None else clip(value)
-    return None if fits else f"{place or 'it'} is {found}"
+    return None if fits else ("", value)
 
 
-def list_inner(value: Any, shape: Any, place: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the values in a list or an object, each with its shape and its place; a key that is
-    missing counts as null."""
+def list_inner(value: Any, shape: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the index or key of each value in a list or an object, the value and its shape; a key
+    that is missing counts as null."""
     if isinstance(shape, list):
-        yield from ((item, shape[0], f"{place}[{i}]") for i, item in enumerate(value))
+        yield from ((i, item, shape[0]) for i, item in enumerate(value))
     elif str in shape:
-        yield from ((item, shape[str], f"{place}.{key}".strip(".")) for key, item in value.items())
+        yield from ((key, item, shape[str]) for key, item in value.items())
     else:
         for key, one in shape.items():
             name = key.removesuffix("?")
             if name in value or name == key:
-                yield value.get(name), one, f"{place}.{name}".strip(".")
+                yield name, value.get(name), one
 
 
 def clip(value: Any) -> str:
