@@ -198,7 +198,7 @@ def test_a_vocabulary_too_large_for_its_text_is_named(prepared: Path) -> None:
 
 
 def test_hiding_all_of_a_word_is_named_only_where_words_have_many_tokens(prepared: Path) -> None:
-    """A single character of a Chinese word costs then 1.6 nats more: docs/learning.md."""
+    """A single character of a Chinese word costs then 1.6 nats more: docs/experiments.md."""
     usual = ("train.max_steps=100", "train.global_batch_size=64")
     hidden = (*usual, "data.mask_replace_prob=1", "data.random_replace_prob=0")
     for overrides, inside in [(usual, 0.5), (hidden, 0.04), ((*hidden, "data.masking=token"), 0.5)]:
