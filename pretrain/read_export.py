@@ -108,11 +108,15 @@ def load_pretrained(loader: type, folder: Path, **options) -> Any:
 
 
 def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> None:
-    """Check that the model has an embedding for each id of its tokenizer, and the tokenizer the
-    special tokens of an encoder.
+    """Check that the model has an embedding for each id of its tokenizer, and the tokenizer a
+    vocabulary and the special tokens of an encoder.
 
     Raises `UserError` that shows the token, which its files name beside those of the vocabulary.
     """
+    check(  # transformers makes an empty one where a folder has none: all words are unknown to it
+        len(tokenizer) > len(tokenizer.all_special_tokens),
+        f"{folder} has no tokenizer; copy the tokenizer.json of the model into it",
+    )
     lacks = [name for name in ("cls", "sep", "pad") if getattr(tokenizer, f"{name}_token") is None]
     check(
         not lacks,

@@ -146,11 +146,15 @@ def main() -> None:
 
 def check_settings(args: argparse.Namespace) -> None:
     """Check what needs neither data nor model, and bound `max_length` by the model's config."""
-    path = args.model / "config.json"
     check(
-        path.exists() and (args.model / "tokenizer.json").exists(),
+        (args.model / "config.json").exists(),
         f"no exported model in {args.model}; python -m pretrain.export makes one"
         + name_export(args.model),
+    )
+    check(
+        (args.model / "tokenizer.json").exists(),
+        f"{args.model} has no tokenizer.json; copy that of the model into it, or, where it has "
+        "older files such as vocab.txt, load and save the tokenizer by transformers' AutoTokenizer",
     )
     check(not args.out.is_file(), f"--out {args.out} is a file; name a folder")
     settings = read_settings(args.model)

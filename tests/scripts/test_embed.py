@@ -171,6 +171,14 @@ def test_a_tokenizer_without_the_special_tokens_of_an_encoder_is_refused(
         embed.embed(tmp_path / "bare", TEXTS[:3], "mean")
 
 
+def test_a_folder_without_a_tokenizer_gives_no_vectors(straight, tmp_path) -> None:
+    """transformers makes an empty tokenizer there, to which each word is [UNK]."""
+    ignored = shutil.ignore_patterns("tokenizer*", "vocab.txt")
+    folder = shutil.copytree(straight / "export", tmp_path / "bare", ignore=ignored)
+    with pytest.raises(UserError, match="bare has no tokenizer; copy the tokenizer.json"):
+        embed.embed(folder, TEXTS[:3], "mean")
+
+
 def test_a_folder_as_out_is_refused_before_any_work(straight, tmp_path) -> None:
     done = run("--model", straight / "export", "--out", tmp_path, input=b"a\n")
     assert done.returncode == 2 and b"is a folder; name a file in it" in done.stderr

@@ -1031,6 +1031,15 @@ def test_a_setting_that_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_without_its_tokenizer_is_told_which_file_is_missing(
+    exported, tasks, tmp_path, monkeypatch
+) -> None:
+    ignored = shutil.ignore_patterns("tokenizer*")
+    folder = shutil.copytree(exported, tmp_path / "bare", ignore=ignored)
+    with pytest.raises(UserError, match="bare has no tokenizer.json; .* such as vocab.txt"):
+        run(monkeypatch, folder, "classification", tasks, tmp_path / "out")
+
+
 def test_a_pool_is_refused_where_tokens_are_judged(exported, tasks, tmp_path, monkeypatch) -> None:
     with pytest.raises(UserError, match="--pool cls: tagging judges each token by its own state"):
         run(monkeypatch, exported, "tagging", tasks, tmp_path / "out", "--pool cls")
