@@ -13,8 +13,10 @@ from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer
 
 SUFFIXES = (".jsonl", ".tsv")
-HEADERS = ("good\tbad", "sentence_good\tsentence_bad")  # a first line of a .tsv that is no pair
-HEADERS += ("grammatical\tungrammatical", "acceptable\tunacceptable", "correct\tincorrect")
+WANTED = ".jsonl (BLiMP's JSON lines) and .tsv (good<TAB>bad)"
+# a first line of a .tsv that is no pair; the last one is of MultiBLiMP
+HEADERS = [["good", "bad"], ["sentence_good", "sentence_bad"], ["grammatical", "ungrammatical"]]
+HEADERS += [["acceptable", "unacceptable"], ["correct", "incorrect"], ["sen", "wrong_sen"]]
 
 
 @dataclass
@@ -65,27 +67,31 @@ def list_files(names: list[str]) -> list[Path]:
                 and p.is_file()
                 and not any(part.startswith(".") for part in p.relative_to(path).parts)
             )
-            check(bool(found), f"no {' or '.join(SUFFIXES)} file in {path}; name the files")
+            check(bool(found), f"no {' or '.join(SUFFIXES)} file in {path}; give {WANTED}")
         files |= {one.resolve(): one for one in found if one.resolve() not in files}
     return list(files.values())
 
 
 def read_file(path: Path) -> list[MinimalPair]:
-    wanted = ".jsonl (BLiMP's JSON lines) and .tsv (good<TAB>bad)"
-    check(path.suffix in SUFFIXES, f"{path} is neither of the formats of minimal pairs: {wanted}")
+    check(path.suffix in SUFFIXES, f"{path} is neither of the formats of minimal pairs: {WANTED}")
     lines = read_utf8(path, "convert it").split("\n")
+    first = lines[0].strip().lower().split("\t")
+    check(
+        first[::-1] not in HEADERS,
+        f"{path} has {first[0]} before {first[-1]}; exchange its columns: a line is good<TAB>bad",
+    )
     parse = parse_blimp if path.suffix == ".jsonl" else parse_tsv
     pairs = [
         parse(line, path.stem, f"{path} line {number}")
         for number, line in enumerate(lines, 1)
-        if line.strip() and not (number == 1 and line.strip().lower() in HEADERS)
+        if line.strip() and not (number == 1 and first in HEADERS)
     ]
     strange = [pair for pair in pairs if not are_alike(pair.good, pair.bad)]
     if 2 * len(strange) > len(pairs):
         good, bad = strange[0].good, strange[0].bad
         raise UserError(
             f"{path} has no minimal pairs: {good!r:.60} and {bad!r:.60} have no word in common; "
-            f"give {wanted}"
+            f"give {WANTED}"
         )
     return pairs
 

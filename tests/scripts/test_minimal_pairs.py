@@ -119,13 +119,20 @@ def test_means_are_over_the_paradigms_of_a_phenomenon() -> None:
 
 @pytest.mark.parametrize(
     "header",
-    ["good\tbad", "sentence_good\tsentence_bad", "Good\tBad", "grammatical\tungrammatical"],
+    ["good\tbad", "sentence_good\tsentence_bad", "Good\tBad", "sen\twrong_sen"],
 )
 def test_a_header_is_no_pair_but_a_later_line_like_it_is(tmp_path: Path, header: str) -> None:
     path = tmp_path / "a.tsv"
     path.write_text(f"{header}\nIt rains .\tIt rain .\ngood\tbad\n")
     found = [(pair.good, pair.bad) for pair in read_pairs([str(path)])]
     assert found == [("It rains .", "It rain ."), ("good", "bad")]
+
+
+def test_a_header_with_the_bad_sentence_first_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("Ungrammatical\tGrammatical\nIt rain .\tIt rains .\n")
+    with pytest.raises(UserError, match="has ungrammatical before grammatical; exchange"):
+        read_pairs([str(path)])
 
 
 def test_a_name_that_is_null_is_as_one_that_is_not_there(tmp_path: Path) -> None:
