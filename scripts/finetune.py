@@ -223,7 +223,7 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
             "with --columns second=NAME",
         )
     check(
-        args.task != "classification" or task.outputs > 1,
+        args.task not in ("classification", "tagging") or task.outputs > 1,
         f"{args.train} holds one label only; wanted two or more",
     )
     check(task.outputs, f"{args.train} holds no label")

@@ -37,6 +37,7 @@ MOST_WORDS = 10_000  # of a sentence
 # of columns, in a first line that is no example
 NAMES = {name for names in COLUMNS.values() for name in names} | {"word", "token", "tag", "pos"}
 NAMES |= {"form", "upos", "ner", "ner_tag", "review", "sentiment", "rating", "stars", "category"}
+TAG = re.compile(r"O|[BSUIMEL]-.+")
 # above a sentence of a CoNLL file
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)|#(begin|end) document|## [^\t]*\t")
 NO_WORD = re.compile(r"\d+[-.]\d+\t")  # of CoNLL-U: several words as one, and one that is left out
@@ -86,6 +87,12 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
         examples = [read(Row(place, cells, columns), task) for place, cells in rows]
     if task == "tagging":
         examples = [example for example in examples if example.texts]
+        words = {word for example in examples for word in example.texts}
+        check(
+            not words or not all(map(TAG.fullmatch, words)),
+            f"{path}: the words are tags, such as {min(words, default='')!r}; name the columns of "
+            "both, as in --columns tokens=2 tags=1",
+        )
     if task == "classification":
         examples = with_labels(path, examples)
         check_first_label(examples, columns)
@@ -419,13 +426,14 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
     lines = [*read_text(path).split("\n"), ""]
     # a word may hold other spaces than blanks, or be one
     rows = [x.split("\t") if "\t" in x else re.split(" +", x.strip(" ")) for x in lines]
-    width = Counter(len(row) for row in rows if row != [""]).most_common(1)
+    widths = Counter(len(row) for row in rows if row != [""] and not row[0].startswith("#"))
+    width = max(widths, key=widths.get, default=2)  # of most lines, notes aside
     words, tags, start = [], [], 1
     for number, (line, cells) in enumerate(zip(lines, rows, strict=True), 1):
         if is_conllu and NO_WORD.match(line):
             continue
         is_note = line.startswith("#") and (
-            is_conllu or NOTE.match(line) or (cells[0] == "#" and len(cells) != width[0][0])
+            is_conllu or NOTE.match(line) or (cells[0] == "#" and len(cells) != width)
         )
         if not words and (cells[:1] == ["-DOCSTART-"] or is_note):
             start = number + 1
@@ -442,6 +450,12 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
             check(
                 number > 1 or not {cells[word - 1].lower(), cells[tag - 1].lower()} <= NAMES,
                 f"{path}:1 names columns; wanted a word and its tag on each line, the first too",
+            )
+            check(
+                tag > 0 or len(cells) == width,
+                f"{path}:{number} has {len(cells)} columns, and most lines have {width}; "
+                "wanted a word and its tag on each line; where other columns follow, name that of "
+                "the tags, as in --columns tags=3",
             )
             words.append(cells[word - 1])
             tags.append(cells[tag - 1].strip())

@@ -227,6 +227,7 @@ def test_a_bag_of_words_knows_its_training_texts_only_and_heeds_its_strength() -
         ("multi_label", '{"text": "x", "labels": []}', "holds no label"),
         ("regression", '{"text": "x", "label": 2.5}', "holds one number only"),
         ("classification", '{"text": "x", "label": "a"}', "holds one label only"),
+        ("tagging", '{"tokens": ["x", "y"], "tags": ["-", "-"]}', "holds one label only"),
     ],
 )
 def test_training_data_that_teach_nothing_are_refused(
@@ -796,7 +797,7 @@ def test_choices_are_a_list_or_a_column_each_and_their_label_may_be_a_letter(tmp
 
 
 def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
-    (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU NNP B-ORG\n \nof\tO\n\t\n")
+    (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU B-ORG\n \nof\tO\n\t\n")
     found = read_examples(tmp_path / "a.conll", "tagging", {})
     assert [(e.texts, e.label) for e in found] == [
         (["常", "建"], ["B-NAME", "I-NAME"]),
@@ -979,6 +980,8 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("tagging", "a.jsonl", '{"tokens": ["x"], "tags": []}', r"a.jsonl:1: 1 words and 0 tags"),
         ("tagging", "a.jsonl", '{"tokens": [], "tags": []}', r"a.jsonl holds no examples"),
         ("tagging", "a.tsv", "1\tx\n2\ty\n3\tz\n", r"a.tsv:1: the words are num.* 1 to 3"),
+        ("tagging", "a.txt", "We/p go/v\n\nI/p see/v x/n\n\nA/p b/v\n", r"a.txt:3 has 3 columns"),
+        ("tagging", "a.bio", "O\tby\nB-X\tfar\n", r"a.bio: the words are tags, such as 'B-X'; na"),
         ("choice", "a.jsonl", '{"context": "x", "choices": ["y", "z"], "label": 2}', r"label is 2"),
         ("qa", "a.json", '{"data": [{"paragraphs": [{"qas": [{"question": 1}]}]}]}', r"SQuAD's"),
         ("choice", "a.jsonl", f'{{"context": "x", "choices": ["y", "z"], "label": "{"1" * 5000}"}}',
