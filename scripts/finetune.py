@@ -25,6 +25,7 @@ import tokenizers
 import torch
 import transformers
 from finetune_data import COLUMNS, Example, list_unread, read_examples
+from finetune_metrics import find_spans
 from finetune_tasks import TASKS, Task, Unit
 from finetune_train import (
     LENGTH_MULTIPLE,
@@ -248,6 +249,10 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         print(f"{words}; {full:.1%} fill {args.max_length} tokens")
         if args.task == "tagging":
             tags = Counter(tag for example in part for tag in example.label)
+            spans = [span for example in part for span in find_spans(example.label, tags)]
+            kinds = sorted({kind for *_, kind in spans})  # shows what F1 counts as an entity
+            few = ", ".join(kind or "unnamed" for kind in kinds[:5]) + ", ..." * (len(kinds) > 5)
+            print(f"{name}: {len(spans):,} entities of {len(kinds):,} types ({few})")
             if unknown := [tag for tag in tags if tag not in task.labels]:
                 number, few = sum(tags[tag] for tag in unknown), ", ".join(unknown[:3])
                 print(

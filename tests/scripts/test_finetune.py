@@ -1234,6 +1234,18 @@ def test_tags_that_training_lacks_are_told(exported, tasks, tmp_path, monkeypatc
     assert said.count("note: ") == 1
 
 
+def test_what_counts_as_an_entity_is_told(exported, tmp_path, monkeypatch, capsys) -> None:
+    """Tags such as PER-B are in no scheme: each is a type of its own, which F1 would not show."""
+    for part in ("train", "dev", "test"):
+        (tmp_path / f"{part}.conll").write_text("A\tB-PER\nB\tI-PER\nran\tO\n")
+    (tmp_path / "dev.conll").write_text("A\tPER-B\nB\tPER-I\nran\tO\n")
+    monkeypatch.setitem(FILES, "tagging", "{}.conll")
+    run(monkeypatch, exported, "tagging", tmp_path, tmp_path / "out", QUICK)
+    said = capsys.readouterr().out
+    assert "train: 1 entities of 1 types (PER)" in said
+    assert "dev: 2 entities of 2 types (PER-B, PER-I)" in said
+
+
 def test_a_file_without_ends_of_sentences_is_no_conll(tmp_path: Path) -> None:
     (tmp_path / "a.conll").write_text("A good film .\t1\n" * 10_001)
     with pytest.raises(UserError, match="a.conll:1: a sentence of more than 10,000 words"):
