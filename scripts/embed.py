@@ -20,6 +20,7 @@ from pretrain.families import longest_sequence
 from pretrain.read_export import check_ids, load_encoder, load_pretrained, name_export, unusable
 
 BATCH = 64  # texts of about equal length in one pass
+TABLES = (".tsv", ".csv", ".jsonl", ".json")  # a line of which is more than a text
 
 
 def mean_of_tokens(layer: Tensor, mask: Tensor) -> Tensor:
@@ -118,6 +119,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help=".npy file, float32 (N, D)")
     args = parser.parse_args()
     name = args.texts or "stdin"
+    check(
+        not args.texts or args.texts.suffix.lower() not in TABLES,
+        f"{name} is a table; write its texts to a file, one on each line, such as by cut -f 1",
+    )
     try:
         data = args.texts.read_bytes() if args.texts else sys.stdin.buffer.read()
         texts = data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -124,6 +124,13 @@ def test_a_mistake_is_one_line(straight, tmp_path, data, said) -> None:
     assert not (tmp_path / "a.npy").exists()
 
 
+def test_a_table_is_not_taken_for_texts(straight, tmp_path) -> None:
+    (tmp_path / "sts.tsv").write_text("A plane.\tAn air plane.\t5.0\n")
+    options = ("--model", straight / "export", "--out", tmp_path / "a.npy")
+    done = run(tmp_path / "sts.tsv", *options)
+    assert done.returncode == 2 and b"sts.tsv is a table; write its texts" in done.stderr
+
+
 def test_the_mean_of_one_text_is_not_subtracted_from_it(straight, tmp_path) -> None:
     options = ("--model", straight / "export", "--center", "--out", tmp_path / "a.npy")
     done = run(*options, input=b"one text\n")
