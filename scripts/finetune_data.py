@@ -22,7 +22,7 @@ COLUMNS = {
     "label": ("label", "labels", "score"),
     "tokens": ("tokens", "words"),
     "tags": ("tags", "ner_tags", "labels"),
-    "context": ("context", "question", "premise"),
+    "context": ("context", "passage", "article", "question", "premise"),
     "choices": ("choices", "options", "endings"),
 }
 READS_TEXTS = ("text", "second", "label")
@@ -68,7 +68,7 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
 
     columns: what a task reads (a key of `COLUMNS`) -> the name of its column in this file, or its
     number, from 1, in a file that does not begin with the names; several names with commas between
-    them where a task has one column for each choice, or for each label.
+    them where a task has one column for each choice, or for each label, or several as a context.
     Raises `UserError` that names file and line.
     """
     suffix = path.suffix.lower()
@@ -269,10 +269,12 @@ class Row:
             return self.columns[what] if self.columns[what] in self.cells else None
         taken = given_names(self.columns)
         names = [name for name in COLUMNS[what] if name in self.cells and name not in taken]
+        both = f"context={','.join(names[::-1])} for both"  # the passage last: its end may be cut
         check(
             len(names) < 2,
             f"{self.place}: {' and '.join(names)} may each be the column for {what}; name it with "
-            f"--columns {what}=NAME, as in --columns text=question second=sentence",
+            f"--columns {what}=NAME, as in --columns "
+            + (both if what == "context" else "text=question second=sentence"),
         )
         return names[0] if names else None
 
@@ -306,6 +308,12 @@ class Row:
         value = self.get(what)
         check(isinstance(value, str), f"{self.place}: {what} is {value!r}, not a text")
         return value
+
+    def text_under_each(self, names: list[str]) -> list[str]:
+        texts = [self.cells[name] for name in names]
+        is_text = all(isinstance(text, str) for text in texts)
+        check(is_text, f"{self.place}: wanted a text under each of {', '.join(names)}")
+        return texts
 
     def texts(self, what: str) -> list[str]:
         value = self.get(what)
@@ -385,19 +393,15 @@ def tagged_words(row: Row, task: str) -> Example:
 
 def choices(row: Row, task: str) -> Example:
     """Read a context, the choices, and the index of the right one from a row."""
-    names, label = row.find_all("choices"), row.get("label")
-    if len(names) > 1:
-        texts = [row.cells[name] for name in names]
-        is_text = all(isinstance(text, str) for text in texts)
-        check(is_text, f"{row.place}: wanted a text under each of {', '.join(names)}")
-    else:
-        texts = row.texts("choices")
+    names, label, parts = row.find_all("choices"), row.get("label"), row.find_all("context")
+    texts = row.text_under_each(names) if len(names) > 1 else row.texts("choices")
+    context = " ".join(row.text_under_each(parts)) if len(parts) > 1 else row.text("context")
     check(len(texts) > 1, f"{row.place} has {len(texts)} choices; wanted two or more")
     index = LETTERS.index(label) if label in [*LETTERS] else label
     is_index = str(index) in map(str, range(len(texts)))
     wanted = f"0 to {len(texts) - 1}, or A to {LETTERS[: len(texts)][-1]}"
     check(is_index, f"{row.place}: label is {label!r}; wanted {wanted}")
-    return Example(row.place, [row.text("context"), *texts], int(index))
+    return Example(row.place, [context, *texts], int(index))
 
 
 # --- formats of one task --------------------------------------------------------------------------

@@ -796,6 +796,23 @@ def test_choices_are_a_list_or_a_column_each_and_their_label_may_be_a_letter(tmp
         read_examples(tmp_path / "a.csv", "choice", {"choices": "ending2,ending0"})
 
 
+def test_a_question_and_its_passage_are_one_context(tmp_path) -> None:
+    """As in RACE, COPA and Cosmos QA; the passage is last, since a long text is cut at its end."""
+    row = {"context": "It rained.", "question": "Why?", "answer0": "a", "answer1": "b", "label": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=r"as in --columns context=question,context for both"):
+        read_examples(tmp_path / "a.jsonl", "choice", {})
+    columns = {"context": "question,context"}
+    (found,) = read_examples(tmp_path / "a.jsonl", "choice", columns)
+    assert (found.texts, found.label) == (["Why? It rained.", "a", "b"], 1)
+    assert not list_unread(tmp_path / "a.jsonl", "choice", columns)
+    with pytest.raises(UserError, match=r"no column passage, for context"):
+        read_examples(tmp_path / "a.jsonl", "choice", {"context": "question,passage"})
+    (tmp_path / "a.jsonl").write_text(json.dumps(row | {"question": None}))
+    with pytest.raises(UserError, match=r"wanted a text under each of question, context"):
+        read_examples(tmp_path / "a.jsonl", "choice", columns)
+
+
 def test_conll_has_blank_lines_between_sentences(tmp_path) -> None:
     (tmp_path / "a.conll").write_text("\n常\tB-NAME\n建\tI-NAME\n\n\nEU B-ORG\n \nof\tO\n\t\n")
     found = read_examples(tmp_path / "a.conll", "tagging", {})
