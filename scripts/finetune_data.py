@@ -25,6 +25,10 @@ COLUMNS = {
     "context": ("context", "passage", "article", "question", "premise"),
     "choices": ("choices", "options", "endings"),
 }
+BY_DATASETS = {  # how a file of `datasets` is converted
+    ".parquet": ", as by datasets.Dataset.from_parquet(FILE).to_json('train.jsonl')",
+    ".arrow": ", as by datasets.Dataset.from_file(FILE).to_json('train.jsonl')",
+}
 READS_TEXTS = ("text", "second", "label")
 READS = {"tagging": ("tokens", "tags"), "choice": ("context", "choices", "label")}
 CHOICE = re.compile(r"(choice|ending|option|sol|answer)_?([0-9A-E])")  # one column for each choice
@@ -72,6 +76,7 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     Raises `UserError` that names file and line.
     """
     suffix = path.suffix.lower()
+    check(not path.is_dir(), f"{path} is a folder; give a file that holds all of its examples")
     if task == "qa":
         check(not columns, f"--columns: {path} is read as SQuAD's JSON, which has no columns")
         examples = list(read_squad(path))
@@ -81,7 +86,8 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
         check(path.exists(), f"no file at {path}")
         known = ", ".join(ROWS)
         advice = "rename it to" if suffix in ("", ".txt") else "convert it to"
-        check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}")
+        how = BY_DATASETS.get(suffix, "")
+        check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}{how}")
         read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
         rows = ROWS[suffix](path, columns)
         examples = [read(Row(place, cells, columns), task) for place, cells in rows]
@@ -139,7 +145,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise UserError(f"{path}:{line} is not UTF-8; convert the file") from None
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise UserError(f"no file at {path}") from None
 
 
@@ -235,7 +241,9 @@ def read_jsonl(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]
         try:
             return parse_json(text)
         except ValueError as error:
-            raise UserError(f"{place} is not JSON: {error}") from None
+            raise UserError(
+                f"{place} is not JSON: {error}; wanted an object on each line, or an array of them"
+            ) from None
 
     text = read_text(path)
     if text.lstrip().startswith("["):
@@ -306,7 +314,7 @@ class Row:
 
     def text(self, what: str) -> str:
         value = self.get(what)
-        check(isinstance(value, str), f"{self.place}: {what} is {value!r}, not a text")
+        check(isinstance(value, str), f"{self.place}: {what} is {value!r:.60}, not a text")
         return value
 
     def text_under_each(self, names: list[str]) -> list[str]:

@@ -970,11 +970,12 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("classification", "a.csv", "u\tv\nx\t1\n", r"a.csv:1 has tabs.* to .tsv"),
         ("classification", "a.tsv", "sentence\tlabel\n", r"holds no examples"),
         ("classification", "a.txt", "x", r"unknown format '.txt'; rename it to one of .tsv"),
+        ("classification", "a.parquet", "x", r"unknown format '.parquet'; .*from_parquet\(FILE\)"),
         ("classification", "a.csv", 'sentence,label\nx,1\n"y,1\n', r"a.csv:\d+ is not CSV"),
         ("classification", "a.jsonl", '{"text": "x"}\n', r"a.jsonl:1: no column for label"),
         ("classification", "a.jsonl", '{"text": 3, "label": 1}\n', r"a.jsonl:1: text is 3, not a"),
         ("classification", "a.jsonl", "1\n", r"a.jsonl:1 is not a JSON object"),
-        ("classification", "a.jsonl", "\n{\n", r"a.jsonl:2 is not JSON"),
+        ("classification", "a.jsonl", "\n{\n", r"a.jsonl:2 is not JSON.*; wanted an object on eac"),
         ("classification", "a.csv", '"sentence,label\nx,1\n', r"a.csv:\d+ is not CSV"),
         ("classification", "a.jsonl", "[" * 100_000, r"a.jsonl is not JSON: .* too deep"),
         ("classification", "a.jsonl", '{"text": "\\ud83d"}', r"1 is not JSON: .* half a"),
@@ -1017,6 +1018,14 @@ def test_an_error_names_file_and_line(task, name, text, said, tmp_path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=said):
         read_examples(tmp_path / name, task, {})
+
+
+@pytest.mark.parametrize("task", ["classification", "tagging", "qa"])
+def test_a_folder_of_examples_is_no_file_of_them(task, tmp_path) -> None:
+    """Such as the two of IMDb's reviews."""
+    (tmp_path / "pos").mkdir()
+    with pytest.raises(UserError, match="is a folder; give a file"):
+        read_examples(tmp_path, task, {})
 
 
 def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
