@@ -228,10 +228,11 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         f"{args.train} holds one label only; wanted two or more",
     )
     check(task.outputs, f"{args.train} holds no label")
-    check(
-        args.task != "regression" or len({example.label for example in examples["train"]}) > 1,
-        f"{args.train} holds one number only; wanted two or more",
-    )
+    for name, part in examples.items():  # such as -1, the label of GLUE's test sets
+        check(
+            args.task != "regression" or len({example.label for example in part}) > 1,
+            f"{paths[name]} holds one number only; wanted two or more",
+        )
     tokenizer, splits = load_pretrained(AutoTokenizer, args.model), {}
     for name, part in examples.items():
         units = task.encode(part, tokenizer, args.max_length)

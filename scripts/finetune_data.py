@@ -117,10 +117,15 @@ def list_unread(path: Path, task: str, columns: dict[str, str]) -> list[str]:
 
 
 def with_labels(path: Path, examples: list[Example]) -> list[Example]:
-    """Leave out the pairs without a label; prints how many."""
+    """Leave out the pairs without a label; prints how many, and how many may have none."""
     found = [one for one in examples if len(one.texts) == 1 or one.label != NO_LABEL]
     if lost := len(examples) - len(found):
         print(f"note: {path}: {lost:,} pairs are left out, whose label is {NO_LABEL!r}")
+    if marked := sum(one.label == "-1" for one in found):
+        print(
+            f"note: {path}: {marked:,} examples have the label -1, which counts as any other; "
+            "`datasets` marks by it that there is none, as in SNLI: then remove them"
+        )
     return found
 
 

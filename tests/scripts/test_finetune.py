@@ -747,6 +747,25 @@ def test_a_pair_whose_label_is_a_dash_has_none(tmp_path, capsys) -> None:
     assert [e.label for e in found] == ["-", "+"]
 
 
+def test_a_label_that_may_be_none_is_told(tmp_path, capsys) -> None:
+    """-1, which `datasets` has for the pairs of SNLI without a label."""
+    rows = [{"premise": "a", "hypothesis": "b", "label": label} for label in (-1, 0, 1)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert len(read_examples(tmp_path / "a.json", "classification", {})) == 3
+    assert "a.json: 1 examples have the label -1, which counts" in capsys.readouterr().out
+
+
+def test_one_number_for_all_of_a_file_is_refused(exported, tmp_path, monkeypatch) -> None:
+    """-1, which the test set of STS-B has: no prediction correlates with it."""
+    for part in ("train", "dev", "test"):
+        labels = ("-1", "-1") if part == "test" else ("1", "2")
+        rows = [f'{{"text": "x", "label": {label}}}\n' for label in labels]
+        (tmp_path / f"{part}.jsonl").write_text("".join(rows))
+    monkeypatch.setitem(FILES, "regression", "{}.jsonl")
+    with pytest.raises(UserError, match="test.jsonl holds one number only; wanted two or more"):
+        run(monkeypatch, exported, "regression", tmp_path, tmp_path / "out", QUICK)
+
+
 def test_a_header_above_numbered_columns_is_no_example(tmp_path) -> None:
     rows, columns = ["1,x", "2,y", "1,z", "2,x"], {"text": "2", "label": "1"}
     (tmp_path / "a.csv").write_text("\n".join(["Class Index,Body", *rows]))
