@@ -450,7 +450,7 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
         if is_conllu and NO_WORD.match(line):
             continue
         is_note = line.startswith("#") and (
-            is_conllu or NOTE.match(line) or (cells[0] == "#" and len(cells) != width)
+            is_conllu or NOTE.match(line) or (cells[0] in ("#", "##") and len(cells) != width)
         )
         if not words and (cells[:1] == ["-DOCSTART-"] or is_note):
             start = number + 1

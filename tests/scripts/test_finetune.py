@@ -859,7 +859,8 @@ def test_notes_of_other_widths_are_no_words(tmp_path) -> None:
     (tmp_path / "a.tsv").write_text(text)
     found = read_examples(tmp_path / "a.tsv", "tagging", {"tokens": "2", "tags": "3"})
     assert [e.texts for e in found] == [["#", "Aal", "ist"], ["v"]]
-    (tmp_path / "b.tsv").write_text("## train_00\tx y\nx\tO\ny\tB-Z\n\n#\tO\nx\tO\n")
+    head = "## tokens, labels : \\t\n## columns : CHAR\tNE_TAG\n## train_00\tx y\n"
+    (tmp_path / "b.tsv").write_text(f"{head}x\tO\ny\tB-Z\n\n#\tO\nx\tO\n")
     found = read_examples(tmp_path / "b.tsv", "tagging", {})
     assert [e.texts for e in found] == [["x", "y"], ["#", "x"]]
     (tmp_path / "c.conll").write_text("#begin document (x); part 000\nx - O\n\n#end document\n")
