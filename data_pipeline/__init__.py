@@ -22,8 +22,8 @@ PROGRAM = Path("".join(sys.argv[:1]))  # of a command: a module of this project,
 IS_COMMAND = PROGRAM.name == "-m" or Path(__file__).parents[1] in PROGRAM.absolute().parents
 if IS_COMMAND and not find_spec("omegaconf"):
     print(
-        f"error: {sys.executable} has no omegaconf; type source .venv/bin/activate in the folder "
-        "of the project, or install what it needs: pip install -e .",
+        f"error: {sys.executable} does not have omegaconf; run source .venv/bin/activate in the "
+        "project's folder, or install the dependencies: pip install -e .",
         file=sys.stderr,
     )
     sys.exit(2)

@@ -8,20 +8,31 @@ from data_pipeline.common.signals import catch_signals
 
 
 def main() -> None:
-    catch_signals("what is finished is kept, and the same command does what is missing")
+    catch_signals("finished work is kept; start the same command again to continue")
     parser = argparse.ArgumentParser(prog="python -m data_pipeline", description=__doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument("--workers", type=int, help="processes; default: one per core")
-    parser.add_argument("--cluster", metavar="ADDRESS", help="use the workers of a dask scheduler")
-    parser.add_argument("--task-index", type=int, metavar="I", help="in a job array: do tasks")
-    parser.add_argument("--num-tasks", type=int, metavar="N", help="I, I + N, ... of this stage")
-    parser.add_argument("--finish", action="store_true", help="complete the stage of a job array")
-    parser.add_argument("--verify", action="store_true", help="compare a store with its hashes")
+    parser.add_argument("--workers", type=int, help="number of processes (default: one per core)")
+    parser.add_argument(
+        "--cluster", metavar="ADDRESS", help="run on the workers of this dask scheduler"
+    )
+    parser.add_argument(
+        "--task-index",
+        type=int,
+        metavar="I",
+        help="in a job array: do tasks I, I + N, ... of the stage",
+    )
+    parser.add_argument(
+        "--num-tasks", type=int, metavar="N", help="in a job array: number of its tasks"
+    )
+    parser.add_argument("--finish", action="store_true", help="in a job array: complete the stage")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the files of the store with their hashes"
+    )
     args = parser.parse_intermixed_args()
     array_task = read_array_task(args.task_index, args.num_tasks)
     if (array_task is not None) + args.finish + args.verify > 1:
-        raise UserError("--task-index, --finish and --verify are different commands; give one")
+        raise UserError("--task-index, --finish and --verify exclude each other; give one")
     from data_pipeline.config import DataConfig, load_config  # slow: a signal may come meanwhile
 
     config = load_config(DataConfig, args.config, args.overrides)
@@ -32,7 +43,7 @@ def main() -> None:
 
     if args.verify:
         number = check_data(Path(config.data_dir), again=True)
-        print(f"store: {number:,} files are what the manifest lists")
+        print(f"store: all {number:,} files match the manifest")
     else:
         prepare(
             config, args.workers, cluster=args.cluster, array_task=array_task, finish=args.finish
@@ -46,7 +57,7 @@ def read_array_task(index: int | None, number: int | None) -> tuple[int, int] | 
     if index is None or number is None or not 0 <= index < number:
         raise UserError(
             f"--task-index {index} --num-tasks {number}: give both, with an index from 0 to the "
-            "number - 1"
+            "number of tasks - 1"
         )
     return index, number
 

@@ -114,8 +114,8 @@ class SourceConfig:
         given = [name for name, value in sources.items() if value]
         check(
             len(given) == 1,
-            f"{key} needs exactly one of builtin, files and dataset, and has "
-            f"{' and '.join(given) or 'none'}; a key is dropped by KEY=null",
+            f"{key} needs exactly one of builtin, files and dataset, but has "
+            f"{' and '.join(given) or 'none'}; KEY=null removes a key",
         )
         check_files(f"{key}.files", self.files)
         if self.dataset:
@@ -124,21 +124,21 @@ class SourceConfig:
             check_choice(f"{key}.builtin", self.builtin, ("python-docs",))
         check(
             re.fullmatch(r"[a-z]{2,3}(-\w+)*", self.language) is not None,
-            f"{key}.language is {self.language!r}; give an ISO 639 code such as en or zh; no is "
-            "false in YAML, so put it in quotes",
+            f"{key}.language is {self.language!r}; give an ISO 639 code such as en or zh (put no, "
+            "for Norwegian, in quotes: YAML reads it as false)",
         )
         code = self.language.split("-")[0]
         check(
             len(code) > 2 or code in TWO_LETTERS,
-            f"{key}.language is {self.language!r}, which no language has; give its ISO 639 code, "
-            "such as ja for Japanese or ko for Korean",
+            f"{key}.language is {self.language!r}, which is the code of no language; give an ISO "
+            "639 code, such as ja for Japanese or ko for Korean",
         )
         for item in fields(SourceConfig):
             has_effect = self.files or item.name not in OF_FILES
             check(
                 has_effect or getattr(self, item.name) == item.default,
-                f"{key}.{item.name} is of files, and {key} has a {given[0]}; leave it out (the "
-                "column of a dataset is its text_column)",
+                f"{key}.{item.name} applies to files only, but {key} has a {given[0]}; remove it "
+                "(a dataset names its column in text_column)",
             )
         check_choice(f"{key}.errors", self.errors, ("strict", "replace"))
         check_choice(f"{key}.on_bad_row", self.on_bad_row, ("stop", "skip"))
@@ -156,8 +156,8 @@ class SourceConfig:
             "".encode(self.encoding)
         except (LookupError, UnicodeError):
             raise UserError(
-                f"{key}.encoding {self.encoding!r} is not one that Python knows; give one such as "
-                "utf-8, gb18030 or cp1252"
+                f"{key}.encoding {self.encoding!r} is unknown to Python; use one such as utf-8, "
+                "gb18030 or cp1252"
             ) from None
 
 
@@ -179,7 +179,10 @@ class CorpusConfig(SourceConfig):
         check_numbers(self, "corpus")
         for item in fields(SourceConfig) if self.sources else ():
             is_default = getattr(self, item.name) == item.default
-            check(is_default, f"corpus.{item.name} is given beside corpus.sources; move it there")
+            check(
+                is_default,
+                f"corpus.{item.name} is set beside corpus.sources; move it into a source",
+            )
         for i, source in enumerate(self.sources):
             source.validate(f"corpus.sources[{i}]")
         if not self.sources:
@@ -232,8 +235,8 @@ class VocabConfig:
         check_numbers(self, "vocab")
         check(
             self.extend is None or self.size is None,
-            f"vocab.extend {self.extend} is given beside vocab.size {self.size}, which is for a "
-            "vocabulary to train; leave one out",
+            f"vocab.extend {self.extend} and vocab.size {self.size} are both set, but vocab.size "
+            "is for training a new vocabulary; remove one",
         )
 
 
@@ -268,13 +271,13 @@ class PairsConfig:
         shares = (self.mask_replace_prob, self.random_replace_prob)
         check(
             sum(shares) <= 1,
-            f"data.mask_replace_prob and random_replace_prob sum to {sum(shares):g}, and are "
-            "shares of the same tokens; lower one, so that they sum to 1 at most",
+            f"data.mask_replace_prob and random_replace_prob sum to {sum(shares):g}, but are "
+            "shares of the same tokens; lower one, so that they sum to at most 1",
         )
         check(
             self.objective != "none" or not self.single_segment_prob,
-            f"data.single_segment_prob is {self.single_segment_prob:g}, and with data.objective "
-            "none all sequences have one segment; drop it",
+            f"data.single_segment_prob is {self.single_segment_prob:g}, but with data.objective "
+            "none all sequences have one segment; remove it",
         )
 
 
@@ -294,7 +297,7 @@ class ProbesConfig:
         for sentence in self.sentences:
             check(
                 "[MASK]" in sentence,
-                f"eval.probes.sentences: no [MASK] in {sentence!r}; write it for a hidden word",
+                f"eval.probes.sentences: no [MASK] in {sentence!r}; put one in the place of a word",
             )
 
 
@@ -336,8 +339,8 @@ class DataConfig:
             section.validate()
         check(
             self.vocab.extend is None or self.vocab.path or self.init_from,
-            f"vocab.extend {self.vocab.extend} adds to a vocabulary that is there; give init_from "
-            "or vocab.path, or leave it out",
+            f"vocab.extend {self.vocab.extend} needs an existing vocabulary; set init_from or "
+            "vocab.path, or remove vocab.extend",
         )
 
     def text_rules(self) -> VocabConfig:
@@ -369,7 +372,7 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
         ) from None
     except IsADirectoryError:
         raise UserError(
-            f"{path} is a folder; give a YAML file, as a run has its config.yaml"
+            f"{path} is a folder; give a YAML file, such as the config.yaml of a run"
         ) from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable YAML file: {error}") from None
@@ -429,7 +432,7 @@ def place_folders(config: DataConfig, path: str) -> None:
         setattr(config, name, folder)
     check(
         os.path.realpath(config.data_dir) != os.path.realpath(config.run_dir),
-        f"{path}: data_dir and run_dir are one folder, {config.data_dir}; give each its own",
+        f"{path}: data_dir and run_dir are the same folder, {config.data_dir}; give each its own",
     )
 
 
@@ -439,8 +442,8 @@ def read_yaml(path: Path) -> DictConfig | ListConfig:
     items = sum(text.count(mark) for mark in ("[", "{", "- ", "? "))
     check(
         items <= MOST_ITEMS,
-        f"{path} has {items:,} items, and at most {MOST_ITEMS:,} are read; give many files by "
-        "a glob, such as corpus.files='texts/*.txt'",
+        f"{path} has {items:,} items, but may have at most {MOST_ITEMS:,}; list many files with a "
+        "glob, such as corpus.files='texts/*.txt'",
     )
     try:
         return OmegaConf.create(text)
@@ -458,7 +461,7 @@ def check_texts(value: Any, name: str) -> None:
             check_texts(item, f"{name}, {key}")
     elif isinstance(value, str):
         wrong = "\0" in value or any("\ud800" <= c <= "\udfff" for c in value)
-        check(not wrong, f"{name}: {value[:60]!r} has a NUL or half a character; take it out")
+        check(not wrong, f"{name}: {value[:60]!r} has a NUL or an unpaired surrogate; remove it")
 
 
 def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -> None:
@@ -483,7 +486,7 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
             if isinstance(given[name], DictConfig) and all(
                 str(key).isdigit() for key in given[name]
             ):
-                message += ", all of it: no item can be overridden alone"
+                message += ", the whole list: single items cannot be overridden"
             check(isinstance(given[name], ListConfig), message)
             for i, one in enumerate(given[name]):
                 if isinstance(one, DictConfig):

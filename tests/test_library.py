@@ -45,7 +45,7 @@ def test_a_command_outside_its_environment_says_what_to_do(command: str) -> None
         text=True,
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "has no omegaconf; type source .venv/bin/activate" in done.stderr
+    assert "does not have omegaconf; run source .venv/bin/activate" in done.stderr
 
 
 @pytest.mark.parametrize("package", ["data_pipeline", "pretrain"])

@@ -81,7 +81,7 @@ def check_unfinished(store_dir: Path) -> None:
     others = sorted(p.name for p in store_dir.glob("*") if p.name not in ours)
     if others:
         raise UserError(
-            f"{store_dir} is no token store and holds {others[0]}; move that away, or choose "
+            f"{store_dir} is not a token store but holds {others[0]}; move that away, or choose "
             "another data_dir"
         )
 

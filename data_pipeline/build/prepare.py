@@ -61,7 +61,7 @@ def prepare(
     work = Work(config)
     check(
         not (work.data_dir / "fingerprint.json").exists(),
-        f"data_dir {work.data_dir} is the folder of a run; choose another data_dir",
+        f"data_dir {work.data_dir} is a run folder; choose another data_dir",
     )
     claim_folder(work.data_dir, DATA_FILES, "data_dir", is_data)
     if is_prepared(work):
@@ -69,7 +69,7 @@ def prepare(
         for split in SPLITS:  # finds missing or truncated files; --verify reads all of them
             TokenStore.open(store_dir, split, vocabulary)
         remove_entries(work.folder, is_work)  # a killed command may have left some
-        print(f"store: {store_dir} is there already")
+        print(f"store: {store_dir} exists already")
         warn_store(read_manifest(store_dir), config.data.objective)
         encode_probes(work)
         return
@@ -78,8 +78,8 @@ def prepare(
         segment = load_segmenter(source.word_segmenter)
         check(
             not (segment and work.whole),
-            f"corpus.word_segmenter divides BERT's words, and {work.vocab.path} has others; leave "
-            "it out, or give a vocabulary of WordPiece",
+            f"corpus.word_segmenter works on BERT's words only, but {work.vocab.path} has other "
+            "ones; remove it, or use a WordPiece vocabulary",
         )
     run = partial(run_tasks, workers=workers or count_cpus(), cluster=cluster)
     with lock_folder(work.data_dir, shared=array_task is not None):
@@ -112,7 +112,7 @@ def run_array_task(
     """Do the remaining tasks among i, i + n, ... of a stage; array_task: (i, n)."""
     index, number = array_task
     do_missing(stage, stage.plan(work)[index::number], run)
-    print(f"{stage.done}; when all array tasks have, run this command with --finish")
+    print(f"{stage.done}; when all array tasks are done, run this command with --finish")
 
 
 def finish_stage(stage: Stage, work: Work) -> None:
@@ -120,13 +120,14 @@ def finish_stage(stage: Stage, work: Work) -> None:
     plan = stage.plan(work)
     if missing := [task for out, task in plan if not out.exists()]:
         raise UserError(
-            f"{len(missing)} of {len(plan)} file chunks are still to be done ({stage.verb}), the "
-            f"first is {missing[0].name}; run the array again, or run this command without --finish"
+            f"{len(missing)} of {len(plan)} file chunks are not done yet ({stage.verb}), the "
+            f"first is {missing[0].name}; run the array again, or run this command without "
+            "--finish"
         )
     stage.join(work)
     if stage is not STAGES[-1]:
         following = STAGES[STAGES.index(stage) + 1]
-        print(f"next: run the array again to {following.purpose}, then --finish")
+        print(f"next: run the array again to {following.purpose}, then this command with --finish")
 
 
 def do_missing(stage: Stage, plan: Plan, run: Callable[..., None]) -> None:
@@ -162,13 +163,17 @@ def is_prepared(work: Work) -> bool:
     manifest = read_manifest(store_dir)
     if manifest["schema"] == 1:
         key = key_of_schema_1(work.corpus, work.config.vocab, work.chunks, work.existing)
-        different = [] if manifest["key"] == key else ["its version did not record which"]
+        different = (
+            []
+            if manifest["key"] == key
+            else [("an earlier version wrote it and did not record which")]
+        )
     else:
         different = list_differences(manifest, work.settings)
     if different:
         added = ", vocab.extend included" * bool(work.config.vocab.extend)  # in vocab.size
         raise UserError(
-            f"{work.data_dir} was built from another corpus or with other settings of corpus or "
+            f"{work.data_dir} was built from another corpus or with other settings in corpus or "
             f"vocab ({'; '.join(different)}{added}); restore them, or choose another data_dir"
         )
     return (work.data_dir / "vocab/vocab.txt").exists()
@@ -203,6 +208,9 @@ def remove_damaged(work: Work) -> None:
     with progress_bar("checking", size, "B", delay=5) as bar:
         damaged = [path for path in found if not is_intact(path, bar.update)]
     if damaged:
-        print(f"damaged and made again: {len(damaged)} of {len(found)} results, {damaged[0]} first")
+        print(
+            f"damaged results, to be made again: {len(damaged)} of {len(found)}, the first is "
+            f"{damaged[0]}"
+        )
         names = {path.name for path in (*damaged, work.earlier, work.vocab_dir)}
         remove_entries(work.folder, names.__contains__)

@@ -13,7 +13,7 @@ from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer
 
 SUFFIXES = (".jsonl", ".tsv")
-WANTED = ".jsonl (BLiMP's JSON lines) and .tsv (good<TAB>bad)"
+WANTED = ".jsonl (BLiMP's JSON lines) or .tsv (good<TAB>bad)"
 # a first line of a .tsv that is no pair; the last one is of MultiBLiMP
 HEADERS = [["good", "bad"], ["sentence_good", "sentence_bad"], ["grammatical", "ungrammatical"]]
 HEADERS += [["acceptable", "unacceptable"], ["correct", "incorrect"], ["sen", "wrong_sen"]]
@@ -57,7 +57,10 @@ def list_files(names: list[str]) -> list[Path]:
     of their names, without hidden ones."""
     files = {}
     for path in (Path(name).expanduser() for name in names):
-        check(path.exists(), f"no minimal pairs at {path}; give a folder or files of them")
+        check(
+            path.exists(),
+            f"no minimal pairs at {path}; give files of minimal pairs, or a folder of them",
+        )
         found = [path]
         if path.is_dir():
             found = sorted(
@@ -73,7 +76,7 @@ def list_files(names: list[str]) -> list[Path]:
 
 
 def read_file(path: Path) -> list[MinimalPair]:
-    check(path.suffix in SUFFIXES, f"{path} is neither of the formats of minimal pairs: {WANTED}")
+    check(path.suffix in SUFFIXES, f"{path} is in no format of minimal pairs; give {WANTED}")
     lines = read_utf8(path, "convert it").split("\n")
     first = lines[0].strip().lower().split("\t")
     check(
@@ -109,7 +112,7 @@ def parse_blimp(line: str, paradigm: str, place: str) -> MinimalPair:
         raise UserError(f"{place} is not JSON ({error}); correct it") from None
     check(
         isinstance(row, dict),
-        f"{place} is not a JSON object; write one a line, with sentence_good and sentence_bad",
+        f"{place} is not a JSON object; write one per line, with sentence_good and sentence_bad",
     )
     for key in ("sentence_good", "sentence_bad"):
         found = row.get(key)
@@ -127,8 +130,8 @@ def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:
     cells = [cell.strip() for cell in line.split("\t")]
     check(
         len(cells) == 2 and all(cells),
-        f"{place} has {len(cells)} columns with {sum(map(bool, cells))} texts; a line is "
-        "good<TAB>bad",
+        f"{place} has {len(cells)} columns, {sum(map(bool, cells))} of them with text; a line "
+        "must be good<TAB>bad",
     )
     return MinimalPair(*cells, paradigm, paradigm, paradigm)
 

@@ -62,12 +62,12 @@ from data_pipeline.vocabulary.training import write_tokenizer
 
 MOST_BAD = 0.01  # share of bad rows of a source that may be skipped
 CHINESE = (
-    "most of it is Chinese, and its language is {}; set corpus.language=zh, and "
-    "corpus.word_segmenter=segmenter, by which whole words are masked in place of characters"
+    "most of the text is Chinese, but its language is set to {}; set corpus.language=zh, and "
+    "corpus.word_segmenter=segmenter to mask whole words instead of characters"
 )
 NOT_LATIN = (
-    "most of its letters are not Latin, and its language is {}; set corpus.language, which decides "
-    "where sentences end and whether accents stay"
+    "most of its letters are not Latin, but its language is set to {}; set corpus.language, which "
+    "decides where sentences end and whether accents stay"
 )
 SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chinese characters
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
@@ -197,8 +197,8 @@ def check_unchanged(chunks: list[FileChunk]) -> None:
     for path, version in {chunk.path: chunk.version for chunk in chunks if chunk.version}.items():
         if not os.path.isfile(path) or sample_hash(path) != version:
             raise UserError(
-                f"corpus file {path} changed while the corpus was read; leave its files as they "
-                "are until it has been, and start again"
+                f"corpus file {path} changed while the corpus was read; start again, and leave "
+                "its files as they are until then"
             )
 
 
@@ -234,28 +234,29 @@ def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileCh
         rows = bad + sum(s["rejects"].get("empty", 0) + s["read"] for s in own)
         if bad > MOST_BAD * rows:
             raise UserError(
-                f"{bad:,} of {rows:,} rows of {name_source(source)} are bad, above {MOST_BAD:.0%}; "
-                "set corpus.on_bad_row=stop to see one, and correct corpus.text_field or the file"
+                f"{bad:,} of {rows:,} rows of {name_source(source)} are bad, more than "
+                f"{MOST_BAD:.0%}; set corpus.on_bad_row=stop to see one, and correct "
+                "corpus.text_field or the file"
             )
         if sum(s["train"]["words"] + s["held_out"]["words"] for s in own) == 0:
             what = f"corpus.sources[{i}]" if config.corpus.sources else "the corpus"
             causes = sum((Counter(s["rejects"]) for s in own), Counter())
             raise UserError(
                 f"{what} holds no text ({name_source(source)}; left out: {left_out(causes)}); "
-                "correct corpus"
+                "correct the section corpus"
             )
     held_out = sum(s["held_out"]["documents"] for s in stats)
     if not documents:
         raise UserError(
-            f"all {held_out:,} documents are held out, and none is left to train on; lower "
+            f"all {held_out:,} documents are held out, so none is left to train on; lower "
             "corpus.held_out_fraction, or add text"
         )
     if config.data.objective == "nsp" and documents < 2:
         raise UserError(
-            "next-sentence prediction needs two documents or more, since a random B comes from "
+            "next-sentence prediction needs at least two documents, since a random B comes from "
             f"another document; the corpus has {documents} to train on (layout "
-            f"{groups[0][0].layout}). Set corpus.layout if documents are divided in another way, "
-            "add text, or set data.objective=sop or none"
+            f"{groups[0][0].layout}). Set corpus.layout if documents are separated in another "
+            "way, add text, or set data.objective=sop or none"
         )
 
 

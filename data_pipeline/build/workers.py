@@ -74,8 +74,8 @@ def run_tasks(
             lost = [running[future]] if cluster else running.values()
             raise UserError(
                 f"a worker was killed while {verb} {', '.join(task.name for task in lost)} (out "
-                "of memory?); run the same command again to do the tasks that are missing, perhaps "
-                "with fewer workers"
+                "of memory?); run the same command again to do the remaining tasks, perhaps with "
+                "fewer workers"
             ) from None
 
 
@@ -95,8 +95,8 @@ def open_executor(
                 yield client.get_executor(pure=False), CLUSTER_WINDOW, (KilledWorker,)
             except CancelledError:
                 raise UserError(
-                    f"the dask scheduler at {cluster} is gone; start one and run the same command "
-                    "again to do the tasks that are missing"
+                    f"the dask scheduler at {cluster} has stopped; start one and run the same "
+                    "command again to do the remaining tasks"
                 ) from None
     elif workers <= 1:
         yield ThisProcess(), 1, ()

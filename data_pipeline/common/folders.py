@@ -46,7 +46,7 @@ def claim_folder(
         folder.mkdir(parents=True, exist_ok=True)
         marker.write_text(NOTE)
     except OSError as error:
-        raise UserError(f"{key} {folder} cannot be made: {error.strerror}") from None
+        raise UserError(f"{key} {folder} cannot be created: {error.strerror}") from None
 
 
 def install_files(source: Path, target: Path, names: Iterable[str] | None = None) -> None:
@@ -86,7 +86,7 @@ def check_writable(path: Path) -> None:
     Raises `OSError`, or `UserError` for a device, which `write_file` would replace.
     """
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file; name one")
+        raise UserError(f"{path} is not a regular file; choose another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(probe := path.with_name(f"{path.name}.probe"), b"")
     probe.unlink()
@@ -177,8 +177,8 @@ def check_space(folder: Path, wanted: float, what: str, key: str) -> None:
     free = shutil.disk_usage(there).free
     if free < wanted:
         raise UserError(
-            f"{what} takes at least {wanted / 1e6:,.0f} MB in {folder}, and the disk has "
-            f"{free / 1e6:,.0f} MB free; free some, or choose another {key}"
+            f"{what} needs at least {wanted / 1e6:,.0f} MB in {folder}, but the disk has "
+            f"{free / 1e6:,.0f} MB free; free some space, or choose another {key}"
         )
 
 
@@ -203,7 +203,7 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another command is at work in {folder}; wait for it or choose another data_dir"
+                f"another command is using {folder}; wait for it or choose another data_dir"
             ) from None
         except OSError as error:  # some network file systems have no locks
             print(f"{folder} cannot be locked ({error.strerror}): do not run another command in it")

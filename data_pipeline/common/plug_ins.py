@@ -44,9 +44,9 @@ def load_plug_in(
             found = found if isinstance(found, str) else list(found)
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"{key} {name} fails at {clip(text)}: {reason}") from None
+            raise UserError(f"{key} {name} fails on {clip(text)}: {reason}") from None
         if fault := find_fault(text, found):
-            raise UserError(f"{key} {name} gave {clip(found)} for {clip(text)}; {fault}")
+            raise UserError(f"{key} {name} returned {clip(found)} for {clip(text)}; {fault}")
         return found
 
     call(PROOF)

@@ -38,7 +38,7 @@ def check_regular(path: Path) -> int:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path} is a pipe or a device; give a regular file in its place")
+        raise UserError(f"{path} is a pipe or a device; give a regular file instead")
     return status.st_size
 
 
@@ -46,8 +46,8 @@ def read_file(path: Path) -> bytes:
     """Read a small file; raises OSError, or `UserError` for a pipe, a device or a large file."""
     if (size := check_regular(path)) > MOST_BYTES:
         raise UserError(
-            f"{path} has {size:,} bytes, and at most {MOST_BYTES:,} are read of such a file; give "
-            "the right one"
+            f"{path} has {size:,} bytes, but such a file may have at most {MOST_BYTES:,}; give "
+            "the right file"
         )
     with open(path, "rb") as file:
         return file.read(MOST_BYTES)
@@ -86,16 +86,16 @@ def parse_json(text: str) -> Any:
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError("its lists are too deep") from None
+        raise ValueError("it is nested too deeply") from None
     except UnicodeError:
-        raise ValueError("it has half a character") from None
+        raise ValueError("it has an unpaired surrogate") from None
     return value
 
 
 def check_shape(value: Any, shape: Any, path: Path, advice: str) -> None:
     """Raise `UserError` at the first place where the value of a JSON file has another shape."""
     if fault := find_fault(value, shape):
-        raise UserError(f"{path} is damaged, or of another kind: {fault}; {advice}")
+        raise UserError(f"{path} is damaged or of another kind: {fault}; {advice}")
 
 
 def find_fault(value: Any, shape: Any) -> str | None:

@@ -74,7 +74,7 @@ class ZstdFile(io.RawIOBase):
             self.packed = self.packed or self.file.read(PACKED_BYTES)
             if not self.packed:
                 if self.inside:
-                    raise EOFError("it ends before its last frame does")
+                    raise EOFError("it ends inside a frame")
                 return 0
             try:
                 self.ready = memoryview(self.frame.decompress(self.packed))
@@ -125,7 +125,7 @@ def open_bytes(path: str) -> BinaryIO:
     """
     suffix, file = compression(path), open_file(path)
     if suffix and not os.path.getsize(path):
-        raise UserError(f"{path} is damaged or not what its name says: it has no bytes")
+        raise UserError(f"{path} is damaged or not what its name says: it is empty")
     return OPENERS[suffix](file) if suffix else file
 
 
@@ -150,13 +150,13 @@ def check_start(path: str, source: SourceConfig, block: bytes) -> None:
     including UTF-8.
     """
     if block[257:262] == b"ustar":
-        raise UserError(f"{path} is a tar archive; unpack it, and give its files")
+        raise UserError(f"{path} is a tar archive; unpack it and give its files")
     if is_utf8(source):
         if is_mostly_controls(block) or (len(block) >= 64 and JIS.search(block)):
-            raise not_text(path, source, 0, "many bytes are NUL or other controls", block)
+            raise not_text(path, source, 0, "many bytes are NUL or other control characters", block)
     elif is_surely_utf8(block):
         first = next(i for i, byte in enumerate(block) if byte > 127)
-        raise not_text(path, source, first, "what follows is valid UTF-8", block)
+        raise not_text(path, source, first, "the text from there on is valid UTF-8", block)
 
 
 def is_mostly_controls(block: bytes) -> bool:
@@ -211,7 +211,7 @@ def guess(head: bytes, seen: bytes, language: str) -> str:
     if sum("\u0800" <= c != "\ufffd" for c in above) * 10 > above.count("\ufffd"):
         return "UTF-8 with errors"  # three such bytes in a row are rare in Latin-1
     if len(above) * 2 > len(text):
-        return "binary data, or text in an encoding unknown here"
+        return "binary data, or text in an unknown encoding"
     return "encoding=" + ("cp1252" if re.search(rb"[\x80-\x9f]", seen) else "latin-1")
 
 
@@ -247,19 +247,19 @@ def not_text(
         advice += f"set corpus.{looks}"
         if of_many:
             advice += (
-                ", or, if other files are not, convert this one to UTF-8, or give it a source of "
-                "its own (corpus.sources)"
+                ", or, if only some files have it, convert these to UTF-8 or give them a source "
+                "of their own (corpus.sources)"
             )
     elif looks.startswith("."):
-        advice += f"give its name the ending {looks}"
+        advice += f"rename it to end in {looks}"
     elif looks.startswith("a "):
-        advice += "give its text in a file of its own"
+        advice += "extract its text to a file"
     elif looks == "UTF-8 with errors":
-        advice += "mend the file, or set corpus.errors=replace"
+        advice += "repair the file, or set corpus.errors=replace"
     else:
-        advice += "take it out of corpus.files, or set corpus.encoding"
+        advice += "remove it from corpus.files, or set corpus.encoding"
         if "encoding" in looks and source.language == "en":
-            advice += ", or corpus.language, by which others are known"
+            advice += ", or corpus.language, for which other encodings are tried"
     return UserError(f"{path}: byte {offset} is not {source.encoding} ({reason}); {advice}")
 
 

@@ -116,8 +116,8 @@ def check_unpacked(path: str, size: int) -> None:
     """Raise `UserError` if a file unpacks to more bytes than text would."""
     if size > MOST_RATIO * os.path.getsize(path) + SURE_BYTES:
         raise UserError(
-            f"{path} unpacks to more than {MOST_RATIO} times its size, which no text does; take it "
-            "out of corpus.files, or unpack it if it is sound"
+            f"{path} unpacks to more than {MOST_RATIO} times its size, unlike any text; remove it "
+            "from corpus.files, or unpack it if it is intact"
         )
 
 
@@ -176,8 +176,8 @@ def read_whole_file(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
 def too_long(chunk: FileChunk, what: str) -> UserError:
     """Build the error for a line or a document that would take much memory."""
     return UserError(
-        f"{chunk.path} has {what} of more than {MOST_CHARACTERS:,} characters; divide it by line "
-        "ends, or set corpus.layout if its documents are divided in another way"
+        f"{chunk.path} has {what} of more than {MOST_CHARACTERS:,} characters; split it with line "
+        "ends, or set corpus.layout if its documents are separated in another way"
     )
 
 
@@ -212,14 +212,15 @@ def read_jsonl(chunk: FileChunk, source: SourceConfig) -> Iterator[str | None]:
                 continue
             if number == 1 and not chunk.start and re.match(r"\s*\[\s*(\{|$)", line):
                 raise UserError(
-                    f"{chunk.path} is a JSON array; write its items as lines, as in jq -c '.[]' "
-                    f"{chunk.path} > texts.jsonl"
+                    f"{chunk.path} is a JSON array; write its items as lines, for example with jq "
+                    f"-c '.[]' {chunk.path} > texts.jsonl"
                 ) from None
             after = f" after byte {chunk.start}" if chunk.start else ""
             raise UserError(
-                f"{chunk.path}: JSON line {number}{after} {describe_row(line, source.text_field)}; "
-                "set corpus.text_field, or corpus.layout if these are not JSON lines; "
-                "corpus.on_bad_row=skip leaves out a few such rows"
+                f"{chunk.path}: JSON line {number}{after} "
+                f"{describe_row(line, source.text_field)}; set corpus.text_field, or "
+                "corpus.layout if these are not JSON lines; corpus.on_bad_row=skip skips a few "
+                "such rows"
             ) from None
         text = SURROGATE.sub("\ufffd", text)  # JSON can encode half a character, as \\ud83d
         yield one_document(text)
@@ -234,9 +235,9 @@ def describe_row(line: str, text_field: str) -> str:
     if not isinstance(row, dict):
         return f"is not an object with a text field {text_field!r}: {line[:80]!r}"
     if text_field in row:
-        return f"has {json.dumps(row[text_field])[:60]} in {text_field!r}, which is no text"
+        return f"has {json.dumps(row[text_field])[:60]} in {text_field!r}, which is not text"
     inner = text_field.partition(".")[0] in row or any(isinstance(x, dict) for x in row.values())
-    nested = " (fields inside others are not read)" * inner
+    nested = " (nested fields are not read)" * inner
     return f"has no field {text_field!r} among {', '.join(row)[:200]}{nested}"
 
 
@@ -270,7 +271,7 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
             try:
                 row = next(rows, None)
                 if row and len(row) != len(header):
-                    raise csv.Error(f"{len(row)} fields, the header has {len(header)}")
+                    raise csv.Error(f"{len(row)} fields, but the header has {len(header)}")
             except csv.Error:
                 if source.on_bad_row != "skip":
                     raise
@@ -282,8 +283,8 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
                 yield one_document(row[column])
     except csv.Error as error:
         raise UserError(
-            f"{chunk.path}: line {rows.line_num} is not {chunk.layout} ({error}); mend it, or set "
-            f"corpus.layout{'=csv if quotes stand around fields' * (chunk.layout == 'tsv')}"
+            f"{chunk.path}: line {rows.line_num} is not {chunk.layout} ({error}); correct it, or "
+            f"set corpus.layout{'=csv if fields are quoted' * (chunk.layout == 'tsv')}"
         ) from None
 
 
@@ -372,10 +373,13 @@ def check_column(column: str, columns: Collection[str], chunk: FileChunk, key: s
     key: the config key that names the column, for messages.
     """
     if column not in columns:
-        names = ", ".join(dict.fromkeys(columns))[:200] or "an empty first line"
-        raise UserError(f"{chunk.path} has no column {column!r}, but {names}; set {key}")
+        names = ", ".join(dict.fromkeys(columns))[:200] or "none, the first line is empty"
+        raise UserError(f"{chunk.path} has no column {column!r} (columns: {names}); set {key}")
     if list(columns).count(column) > 1:
-        raise UserError(f"{chunk.path} has two columns {column!r}; rename the one without the text")
+        raise UserError(
+            f"{chunk.path} has two columns named {column!r}; rename the one that does not hold "
+            "the text"
+        )
 
 
 def read_cells(cells: Iterator[object], chunk: FileChunk, column: str, key: str) -> Iterator[str]:

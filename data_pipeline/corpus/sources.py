@@ -132,7 +132,7 @@ def list_files(patterns: list[str]) -> list[str]:
         for path in found:
             if os.path.islink(path) and not os.path.exists(path):
                 raise UserError(
-                    f"corpus file {path} is a link to nothing, or to itself; mend or remove it"
+                    f"corpus file {path} is a broken or circular link; repair or remove it"
                 )
         found = list(filter(os.path.isfile, found))
         if os.path.isfile(pattern):
@@ -144,7 +144,9 @@ def list_files(patterns: list[str]) -> list[str]:
             raise UserError(f"corpus file {pattern} is a folder; name its files: '{inside}'")
         elif not found:
             what = "no file matches" if has_magic(pattern) else "no corpus file at"
-            advice = "correct corpus.files" + ", or write [[] for a [ in a name" * ("[" in pattern)
+            advice = "correct corpus.files" + (", or write [[] for a [ in a file name") * (
+                "[" in pattern
+            )
             raise UserError(f"{what} {pattern} (in {os.getcwd()}); {advice}")
         paths += found
     first: dict[str, str] = {}  # a link to a folder above gives a file forty names

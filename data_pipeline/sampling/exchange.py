@@ -73,19 +73,18 @@ def check_documents(document: np.ndarray) -> None:
     n = len(document)
     largest = int(np.bincount(document).max()) if n else 0
     choices = (
-        "Change how documents are divided (corpus.layout), add text, or set "
-        "data.objective=sop or none"
+        "Change how documents are separated (corpus.layout), add text, or set data.objective=sop "
+        "or none"
     )
     if n < 4:
         raise UserError(
-            f"next-sentence prediction takes four pairs or more, to exchange the B's of two: the "
+            "next-sentence prediction needs at least four pairs, to exchange the B's of two: the "
             f"corpus gives {n:,}, {largest:,} of them from one document. {choices}"
         )
     if n - largest < (n // 2) - (n // 2) // 2:
         raise UserError(
-            "next-sentence prediction takes random B's from other documents: the corpus gives "
-            f"{n:,} pairs, {largest:,} of them from one document (at most 75 % are possible). "
-            + choices
+            "next-sentence prediction takes random B's from other documents, but the corpus gives "
+            f"{n:,} pairs, {largest:,} of them from one document (75 % at most may be). " + choices
         )
 
 

@@ -40,14 +40,18 @@ def read_manifest(folder: Path) -> dict:
     path = folder / "manifest.json"
     if not path.exists():
         inner = folder / "store"
-        advice = f"{inner} is one" if inner.exists() else "make one: python -m data_pipeline CONFIG"
+        advice = (
+            (f"there is one at {inner}")
+            if inner.exists()
+            else "make one: python -m data_pipeline CONFIG"
+        )
         raise UserError(f"no token store at {folder}; {advice}")
     advice = f"delete {folder} and run python -m data_pipeline"
     manifest = read_json(path, {"schema?": COUNT, "format?": COUNT}, advice)
     schema = manifest.get("schema", manifest.get("format"))
     if schema not in (1, SCHEMA):
         raise UserError(
-            f"{path} has schema {schema}, and this version reads 1 to {SCHEMA}; use the version "
+            f"{path} has schema {schema}, but this version reads 1 to {SCHEMA}; use the version "
             "of bert-pretrain that wrote it, or a later one"
         )
     check_shape(manifest, MANIFEST, path, advice)
@@ -70,10 +74,10 @@ def held_out_shortfall(manifest: dict) -> str | None:
     least = fraction if 0 < documents < in_all / 10 else max(fraction, 0.2)
     advice = f"add text, or raise corpus.held_out_fraction above {least:g}"
     if any(source["layout"] == "file" for source in manifest.get("sources", [])):
-        advice += "; a file is one document here: corpus.layout=line makes one of each line"
+        advice += "; each file is one document here: corpus.layout=line makes each line one"
     return (
         f"{found}; losses on held-out text need {HELD_OUT_DOCUMENTS} documents and "
-        f"{HELD_OUT_TOKENS:,} tokens to be trusted; "
+        f"{HELD_OUT_TOKENS:,} tokens to be reliable; "
         + (advice if fraction else "raise corpus.held_out_fraction, to 0.01 for example")
     )
 
@@ -85,9 +89,9 @@ def lack_of_sentences(manifest: dict, objective: str) -> str | None:
     if objective == "none" or sentences >= FEW_SENTENCES * documents:
         return None
     return (
-        f"a document has {sentences / documents:.1f} sentences, so most pairs (data.objective "
-        f"{objective}) are two parts of one sentence; put blank lines between documents if "
-        "lines belong together, or set data.objective=none"
+        f"documents have {sentences / documents:.1f} sentences on average, so most pairs "
+        f"(data.objective {objective}) consist of two parts of one sentence; put blank lines "
+        "between documents if lines belong together, or set data.objective=none"
     )
 
 

@@ -157,9 +157,9 @@ def draw_pairs(
     if objective == "sop":
         if not len(halved):
             raise UserError(
-                "sentence-order prediction needs texts of two words or more, and all "
-                f"{(~single).sum():,} texts have a single word; change how documents are divided "
-                "(corpus.layout) or set data.objective=none"
+                "sentence-order prediction needs texts of two words or more, but all "
+                f"{(~single).sum():,} texts have a single word; change how documents are "
+                "separated (corpus.layout) or set data.objective=none"
             )
         swap = np.argsort(draw, kind="stable")[: len(halved) // 2]
         a_start[swap], b_start[swap] = b_start[swap], a_start[swap]

@@ -56,8 +56,8 @@ def check_data(data_dir: Path, again: bool = False) -> int:
         ]
     if bad:
         raise UserError(
-            f"{bad[0]} is damaged or missing{f', and {len(bad) - 1} more' * (len(bad) > 1)}: not "
-            f"what {store_dir / 'manifest.json'} lists; put a sound copy back, or delete "
+            f"{bad[0]} is damaged or missing{f', and {len(bad) - 1} more' * (len(bad) > 1)}: it "
+            f"does not match {store_dir / 'manifest.json'}; put an intact copy back, or delete "
             f"{store_dir} and run python -m data_pipeline"
         )
     if todo:

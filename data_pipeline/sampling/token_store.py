@@ -60,7 +60,7 @@ class TokenStore:
         manifest = read_manifest(folder)
         if manifest["vocab_sha256"] != vocabulary.sha256:
             raise UserError(
-                f"{folder} was built with another vocabulary (sha256 "
+                f"{folder} was built with a different vocabulary (sha256 "
                 f"{manifest['vocab_sha256'][:12]}, not {vocabulary.sha256[:12]}); restore the "
                 "vocabulary that it was built with, or prepare the corpus in another data_dir"
             )
@@ -76,8 +76,8 @@ class TokenStore:
         fits = found == wanted and ends == (0, 0, *found[:2])
         if not fits or len(arrays) > 3 and len(arrays[3]) != (found[0] + 7) // 8:
             raise UserError(
-                f"{folder / split} is damaged: it has {found} tokens, sentences and documents, and "
-                f"its manifest says {wanted}; delete {folder} and run python -m data_pipeline"
+                f"{folder / split} is damaged: it has {found} tokens, sentences and documents, "
+                f"but its manifest says {wanted}; delete {folder} and run python -m data_pipeline"
             )
         edges = folder / split / "run_edges.npy"
         runs = load_array(edges, dimensions=2) if edges.exists() else None

@@ -97,11 +97,11 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         pieces = data.decode("utf-8").split("\n")[:-1]
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is damaged: byte {error.start:,} is not UTF-8; put a sound copy back"
+            f"{path} is damaged: byte {error.start:,} is not UTF-8; put an intact copy back"
         ) from None
     vocabulary = Vocabulary.of(pieces, hashlib.sha256(data).hexdigest())
     if missing := vocabulary.missing_specials():
-        raise UserError(f"{path} is damaged: it has no {missing[0]}; put a sound copy back")
+        raise UserError(f"{path} is damaged: it has no {missing[0]}; put an intact copy back")
     return vocabulary
 
 
@@ -114,6 +114,6 @@ def list_pieces(tokenizer: dict) -> dict[str, int]:
     if isinstance(pieces, list):  # of SentencePiece's unigram model
         is_sound = all(isinstance(row, list) and row and isinstance(row[0], str) for row in pieces)
         if not is_sound:
-            raise UserError("tokenizer.json: model.vocab is no list of [piece, score]")
+            raise UserError("tokenizer.json: model.vocab is not a list of [piece, score]")
         pieces = {row[0]: i for i, row in enumerate(pieces)}
     return pieces | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}

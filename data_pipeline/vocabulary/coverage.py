@@ -148,8 +148,8 @@ def describe_accents(accents: dict) -> str | None:
         return None
     examples = ", ".join(f"{before} becomes {after}" for before, after in accents["examples"])
     return (
-        f"{accents['lost']:.1%} of the words turn into others as their accents are dropped "
-        f"({examples}); set vocab.strip_accents=false to keep them"
+        f"{accents['lost']:.1%} of the words turn into other words when accents are dropped "
+        f"({examples}); set vocab.strip_accents=false to keep accents"
     )
 
 
@@ -159,9 +159,9 @@ def describe_long_words(report: dict) -> str | None:
         return None
     return (
         f"at least {report['share_too_long']:.1%} of the text is in words of more than "
-        f"{MAX_WORD_CHARACTERS} characters, which are [UNK], as where a script has no spaces "
-        "between words; put spaces there, or take the tokenizer of a model of that language "
-        "(vocab.path); data.masking=token masks less than such a word at once"
+        f"{MAX_WORD_CHARACTERS} characters, which become [UNK], as in scripts without spaces "
+        "between words; insert spaces, or use the tokenizer of a model of that language "
+        "(vocab.path); data.masking=token never masks such a word whole"
     )
 
 
@@ -174,12 +174,12 @@ def print_report(report: dict) -> None:
     if report["longest_pieces"]:
         print(f"  longest new pieces: {' '.join(report['longest_pieces'])}")
     if report["words_too_long"]:
-        print(f"  words too long to be more than [UNK]: {report['words_too_long']:,}")
+        print(f"  words that are too long and become [UNK]: {report['words_too_long']:,}")
     if report["counts_too_small_by_at_most"]:
         print(
-            f"  rare words dropped to bound the memory: "
-            f"{report['occurrences_of_rare_words_dropped']:,} occurrences, no count is too small "
-            f"by more than {report['counts_too_small_by_at_most']:,}"
+            "  rare words dropped to save memory: "
+            f"{report['occurrences_of_rare_words_dropped']:,} occurrences; counts are too small "
+            f"by at most {report['counts_too_small_by_at_most']:,}"
         )
     where = report["measured_on"].replace("_", " ")
     print(f"  on {report['measured_words']:,} {where} words:")
@@ -190,5 +190,5 @@ def print_report(report: dict) -> None:
             f"{row['unknown']:6.2%}  {row['single_characters']:6.2%}"
         )
     if report["sizes"][-1]["unknown"] > MUCH_UNKNOWN:
-        print("  warning: much is [UNK]; raise vocab.character_coverage, or choose a vocabulary")
-        print("  that has the characters of this corpus")
+        print("  warning: many tokens are [UNK]; raise vocab.character_coverage, or choose a")
+        print("  vocabulary that has the characters of this corpus")

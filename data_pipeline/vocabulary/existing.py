@@ -20,7 +20,7 @@ from data_pipeline.vocabulary.training import (
     write_vocabulary,
 )
 
-ADVICE = "correct the path, or put a sound copy there"
+ADVICE = "correct the path, or put an intact copy there"
 FLAG = (bool, None)
 SETTINGS = {"do_lower_case?": FLAG, "strip_accents?": FLAG, "tokenize_chinese_chars?": FLAG}
 SETTINGS["word_tokenizer_type?"] = (str, None)
@@ -56,7 +56,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     except BaseException as error:  # the library raises no class of its own
         if not is_fault(error):
             raise
-        raise UserError(f"{path} is no tokenizer: {error}; {ADVICE}") from None
+        raise UserError(f"{path} is not a valid tokenizer: {error}; {ADVICE}") from None
     read = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     check(read == pieces, f"{path} has added tokens with the ids of other pieces; {ADVICE}")
     tokenizer.no_truncation()
@@ -89,8 +89,8 @@ def read_existing(vocab: VocabConfig) -> list[str]:
     path = Path(vocab.path).expanduser()
     check(
         path.exists(),
-        f"there is no {path}, which vocab.path or init_from names; download a model of a hub into "
-        "a folder, and give that",
+        f"there is no {path}, to which vocab.path or init_from is set; download a model from a "
+        "hub into a folder, and give that",
     )
     text = path / "vocab.txt" if path.is_dir() else path
     tokenizer = read_optional(text.parent / "tokenizer.json", TOKENIZER)
@@ -98,41 +98,45 @@ def read_existing(vocab: VocabConfig) -> list[str]:
     check(
         text.exists() or path.is_dir() and bool(tokenizer),
         f"vocab.path {path} is neither a vocab.txt nor a folder with vocab.txt or tokenizer.json; "
-        "of a folder with other files make one by AutoTokenizer.from_pretrained(FOLDER)"
-        ".save_pretrained(FOLDER)",
+        "convert a folder with other files by "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
     )
     pieces = read_lines(text) if text.exists() else []
     if tokenizer:
         listed = pieces_of(tokenizer, text.parent / "tokenizer.json")
         check(
             pieces in ([], listed),
-            f"{text} and tokenizer.json beside it hold other pieces ({len(pieces)} and "
+            f"{text} and tokenizer.json beside it hold different pieces ({len(pieces)} and "
             f"{len(listed)}); delete the one that is wrong",
         )
         pieces = listed
     missing = Vocabulary.of(pieces).missing_specials()
-    check(not missing, f"{path} lacks {' '.join(missing)}; a BERT vocabulary has all five")
+    check(
+        not missing,
+        f"{path} lacks {' '.join(missing)}; a BERT vocabulary has all five special tokens",
+    )
     check(
         len(Vocabulary.of(pieces).ordinary),
-        f"{path} has no piece but the special tokens; save the tokenizer again, from its vocab.txt",
+        f"{path} has no pieces besides the special tokens; save the tokenizer again, from its "
+        "vocab.txt",
     )
     more = ", and vocab.extend=N to add N pieces of the corpus" if is_berts(tokenizer) else ""
     check(
         vocab.size in (None, len(pieces)),
-        f"vocab.size is {vocab.size}, and {path} has {len(pieces)} pieces; set vocab.size=null to "
-        f"take them all{more}",
+        f"vocab.size is {vocab.size}, but {path} has {len(pieces)} pieces; set vocab.size=null to "
+        f"use them all{more}",
     )
     splitter = settings.get("word_tokenizer_type")
     check(
         tokenizer or not splitter,
-        f"{path} splits words by {splitter}, in code of transformers (BertJapaneseTokenizer), not "
-        "by rules in a file; give a model whose rules are in a tokenizer.json",
+        f"{path} splits words by {splitter}, which is code in transformers "
+        "(BertJapaneseTokenizer); give a model whose rules are in a tokenizer.json",
     )
     if is_berts(tokenizer):
         check(
             {*SPECIAL_TOKENS} <= {*pieces},
-            f"{path} has special tokens of other names than BERT's, as tokenizers of other kinds "
-            "have; put its tokenizer.json beside it",
+            f"{path} names its special tokens differently than BERT, as tokenizers of other kinds "
+            "do; put its tokenizer.json beside it",
         )
         check_flags(tokenizer.get("normalizer") or {}, settings, vocab, path)
     else:
@@ -218,21 +222,21 @@ def pieces_of(tokenizer: dict, path: Path) -> list[str]:
 def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Path) -> None:
     """Raise `UserError` if a tokenizer of another kind than BERT's cannot be used as a whole."""
     model = tokenizer["model"]
-    kind = f"{path} has {model.get('type', 'WordPiece')} with rules for text that are not BERT's"
-    check(vocab.extend is None, f"{kind}, so vocab.extend cannot add to it; leave that out")
+    kind = f"{path} has {model.get('type', 'WordPiece')} with other text rules than BERT's"
+    check(vocab.extend is None, f"{kind}, so vocab.extend cannot add to it; remove vocab.extend")
     check(
         bool(tokenizer.get("pre_tokenizer")),
-        f"{kind}, and no pre-tokeniser to tell words by; give another",
+        f"{kind}, and no pre-tokeniser to find words with; give another tokenizer",
     )
     check(not model.get("dropout"), f"{kind}, and drops merges at random; set its dropout to null")
     added = [t["content"] for t in tokenizer.get("added_tokens", []) if not t.get("special")]
     check(
         not added,
-        f"{kind}, and {len(added)} added tokens ({added[:1]}...) that divide text before them; "
-        "take them out of added_tokens, which leaves them pieces",
+        f"{kind}, and {len(added)} added tokens ({added[:1]}...) that divide text before these "
+        "rules apply; remove them from added_tokens, but not from the pieces",
     )
     broken = [piece for piece in pieces if {"\n", "\r"} & {*piece}]
-    check(not broken, f"{kind}, and a piece with a line end, {broken[:1]}, which is not served")
+    check(not broken, f"{kind}, and a piece with a line end, {broken[:1]}, which is not supported")
 
 
 def write_whole(folder: Path, tokenizer: Tokenizer) -> None:
@@ -281,6 +285,6 @@ def check_flags(normalizer: dict, settings: dict, vocab: VocabConfig, path: Path
             found = flags["lowercase"]
         check(
             found in (None, getattr(wanted, ours)),
-            f"{path} was made with {ours} {str(found).lower()}, the config says "
+            f"{path} was made with {ours} {str(found).lower()}, but the config says "
             f"{str(getattr(wanted, ours)).lower()}; set vocab.{ours}={str(found).lower()}",
         )

@@ -36,7 +36,7 @@ UNSPACED = re.compile(
     "[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
 FREE = np.uint64(2**64 - 1)  # marks a free slot: cannot occur in UTF-8
-LOST = "the words of a segmenter must give the text again, with every space"
+LOST = "the words must join to the same text, spaces included"
 Segmenter = Callable[[str], list[str]]
 
 
@@ -157,7 +157,7 @@ class IdWords:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            raise UserError(f"the tokenizer fails at {clip(line)}: {error}") from None
+            raise UserError(f"the tokenizer fails on {clip(line)}: {error}") from None
 
 
 def write_ids(word: bytes) -> bytes:
@@ -343,7 +343,9 @@ def cut_sentence(sentence: str, segment: Segmenter) -> str:
     """Insert a `CUT` between any two words of `segment`; raises `UserError` if text is lost."""
     out = CUT.join(words := segment(sentence))
     if out.replace(CUT, "") != sentence:
-        raise UserError(f"corpus.word_segmenter: {clip(sentence)} became {clip(words)}; {LOST}")
+        raise UserError(
+            f"corpus.word_segmenter divided {clip(sentence)} into {clip(words)}; {LOST}"
+        )
     return out
 
 

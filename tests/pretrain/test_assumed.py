@@ -260,7 +260,9 @@ def test_a_vocabulary_that_is_there_is_taken_as_it_is(prepared, tmp_path, no_tri
 
 
 def test_a_vocabulary_that_cannot_be_used_is_refused(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no .*none, which vocab.path or init_from names"):
+    with pytest.raises(
+        UserError, match="there is no .*none, to which vocab.path or init_from is set"
+    ):
         assume_data(config_of(prepared, tmp_path, f"vocab.path={tmp_path}/none"))
 
 

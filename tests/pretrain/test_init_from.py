@@ -431,7 +431,7 @@ def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -
         train_here(prepared, tmp_path / "run", f"init_from={tmp_path}")
     assert not (tmp_path / "run").exists()
     nowhere = f"init_from={tmp_path / 'nowhere'}"
-    with pytest.raises(UserError, match="no .*nowhere, which vocab.path or init_from names"):
+    with pytest.raises(UserError, match="no .*nowhere, to which vocab.path or init_from is set"):
         prepare_here(prepared, tmp_path, nowhere)
     with pytest.raises(UserError, match="nowhere is no folder; download a model of a hub"):
         train_here(prepared, tmp_path / "run", nowhere)

@@ -172,7 +172,7 @@ def test_pairs_that_never_come_are_refused(prepared) -> None:
     ):
         with pytest.raises(UserError, match="single_segment_prob is 1 throughout"):
             load(prepared, asked)
-    with pytest.raises(UserError, match="all sequences have one segment; drop it"):
+    with pytest.raises(UserError, match="all sequences have one segment; remove it"):
         load(prepared, "data.objective=none", "data.single_segment_prob=0.5")
 
 

@@ -208,7 +208,7 @@ def test_the_baseline_knows_how_frequent_tokens_are() -> None:
         ("a.tsv", "good\tbad\n\tbad\n", "line 2 has 2 columns with 1 texts"),
         ("a.tsv", "one column\n", "line 1 has 1 columns"),
         ("a.tsv", "\n", "no minimal pairs in"),
-        ("a.txt", "text", "neither of the formats"),
+        ("a.txt", "text", "is in no format of minimal pairs"),
     ],
 )
 def test_what_is_wrong_with_the_pairs_is_named(tmp_path, name, text, said) -> None:

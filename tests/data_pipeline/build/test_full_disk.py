@@ -100,7 +100,10 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_work(
         run_module(command, run_name="__main__", alter_sys=False)
     said = capfd.readouterr().err
     assert end.value.code == 2 and said.count("error:") == 1
-    assert f"{tmp_path / 'new'}, and the disk has 0 MB free; free some, or choose another" in said
+    assert (
+        f"{tmp_path / 'new'}, but the disk has 0 MB free; free some space, or choose another"
+        in said
+    )
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
@@ -151,7 +154,7 @@ def assert_asked_for(wanted: float, monkeypatch, check: Callable[[], None]) -> N
         if free >= wanted:
             check()
         else:
-            with pytest.raises(UserError, match="free some, or choose another"):
+            with pytest.raises(UserError, match="free some space, or choose another"):
                 check()
 
 

@@ -260,7 +260,7 @@ def test_damaged_results_of_a_killed_command_are_made_again(
             path.write_bytes(data)
         prepare(config_of(files, tmp_path / "copy"), workers=1)
         assert contents(tmp_path / "copy") == uninterrupted
-        assert "damaged and made again: 1 of" in capsys.readouterr().out, name
+        assert "damaged results, to be made again: 1 of" in capsys.readouterr().out, name
         shutil.rmtree(tmp_path / "copy")
 
 
@@ -305,7 +305,7 @@ def test_a_store_that_has_lost_a_file_or_its_end_is_not_there_already(files, tmp
         assert "already" not in capsys.readouterr().out
     path.write_bytes(whole)
     prepare(config_of(files, tmp_path), workers=1)
-    assert "is there already" in capsys.readouterr().out
+    assert "exists already" in capsys.readouterr().out
 
 
 def test_a_vocabulary_that_was_deleted_comes_back(files, uninterrupted, tmp_path: Path):
@@ -402,7 +402,7 @@ def assert_one_line(folder: Path, args: list[str], message: str) -> None:
         ("\n \n\t\n", [], "the corpus holds no text"),
         ("\u200b\n\n\u200b\u200d\n", [], "the corpus holds no text"),
         (b"One.\n\nTwo \xff.\n", [], r"a\.txt: byte 10 is not utf-8"),
-        ("One.\n", [], "next-sentence prediction needs two documents or more.* has [01] "),
+        ("One.\n", [], "next-sentence prediction needs at least two documents.* has [01] "),
         ("One two.\n\nThree four.\n" * 9, [], r"yields at most \d+ pieces"),
         ("One two six.\n\nThree four.\n" * 9, ["vocab.size=16"], "vocab.size 16 is too small"),
         ("a\n", ["corpus.files=absent.txt"], "no corpus file at absent.txt"),
@@ -504,6 +504,6 @@ def test_ids_beyond_65535_are_stored_as_they_are(tmp_path: Path):
 def test_the_folder_of_a_run_is_no_data_dir(prepared: Path, straight: Path) -> None:
     before = contents(straight)
     overrides = [f"data_dir={straight}", "vocab.size=600"]
-    with pytest.raises(UserError, match="is the folder of a run; choose another data_dir"):
+    with pytest.raises(UserError, match="is a run folder; choose another data_dir"):
         prepare(load_config(DataConfig, str(prepared / "config.yaml"), overrides), workers=1)
     assert contents(straight) == before

@@ -140,7 +140,7 @@ def test_a_scheduler_that_goes_away_is_one_line(tmp_path: Path):
         wait_for(lambda: address.exists() and address.read_text().rstrip().endswith("}"))
         url = json.loads(address.read_text())["address"]
         threading.Timer(1, scheduler.kill).start()
-        with pytest.raises(UserError, match=f"the dask scheduler at {url} is gone"):
+        with pytest.raises(UserError, match=f"the dask scheduler at {url} has stopped"):
             run_tasks("sleeping", [Task(time.sleep, (600,), "a")], workers=1, cluster=url)
     finally:
         scheduler.kill()
@@ -296,8 +296,7 @@ def test_a_signal_ends_a_preparation_which_keeps_what_is_finished(
     done = subprocess.run([*python, script, *words], capture_output=True, **options)
     assert done.returncode == 75, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"stopped on {number.name}; what is finished is kept, and the same command does what is "
-        "missing"
+        f"stopped on {number.name}; finished work is kept; start the same command again to continue"
     )
     assert "Traceback" not in done.stderr
     assert workers == 2 or not list(tmp_path.rglob("*.tmp"))
@@ -369,13 +368,13 @@ def wait_for(condition):
 
 def test_a_second_command_in_the_same_folder_stops_with_one_line(files, tmp_path: Path):
     config = config_of(files, tmp_path)
-    with lock_folder(tmp_path), pytest.raises(UserError, match="another command is at work in"):
+    with lock_folder(tmp_path), pytest.raises(UserError, match="another command is using"):
         prepare(config, workers=1)
-    with lock_folder(tmp_path), pytest.raises(UserError, match="another command is at work in"):
+    with lock_folder(tmp_path), pytest.raises(UserError, match="another command is using"):
         prepare(config, workers=1, array_task=(0, 2))
     with lock_folder(tmp_path, shared=True):
         prepare(config, workers=1, array_task=(0, 2))
-        with pytest.raises(UserError, match="another command is at work in"):
+        with pytest.raises(UserError, match="another command is using"):
             prepare(config, workers=1)
     prepare(config, workers=1)
 
@@ -481,5 +480,5 @@ def test_shards_of_another_vocabulary_are_not_taken_for_ours(files, finished, tm
     lines[-2:] = lines[:-3:-1]  # another vocabulary: its last two pieces change places
     (vocab / "vocab.txt").write_text("".join(f"{line}\n" for line in lines))
     (vocab / SEAL).write_text(json.dumps(sum_files(vocab)))
-    with pytest.raises(UserError, match="4 of 4 file chunks are still to be done .encoding"):
+    with pytest.raises(UserError, match="4 of 4 file chunks are not done yet .encoding"):
         prepare(config, workers=1, finish=True)

@@ -34,7 +34,7 @@ def test_what_long_work_cannot_write_is_known_before_it(tmp_path: Path) -> None:
     check_writable(tmp_path / "new/a")
     assert not list((tmp_path / "new").iterdir())
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="pipe is no regular file"):
+    with pytest.raises(UserError, match="pipe is not a regular file"):
         check_writable(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(OSError):

@@ -81,7 +81,7 @@ def test_a_file_beside_the_config_is_a_plug_in_and_its_content_counts(
     assert manifest["train"]["sentences"] > 1.2 * usual["train"]["sentences"]
     shutil.move(home, tmp_path / "moved")
     moved = [word.replace("home", "moved") for word in prepare]
-    assert "is there already" in fork(moved, folder=tmp_path).stdout
+    assert "exists already" in fork(moved, folder=tmp_path).stdout
     (tmp_path / "moved/rules.py").write_text(RULES.format(mark=". "))  # of the same size
     done = fork(moved, folder=tmp_path)
     assert done.returncode == 2 and "sentence_splitter was 'split of a file with" in done.stderr

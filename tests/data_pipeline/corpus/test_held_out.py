@@ -386,7 +386,10 @@ def manifest_of(documents: int, tokens: int, **settings) -> dict:
             manifest_of(0, 0, **{"corpus.held_out_fraction": 0}),
             "; raise corpus.held_out_fraction, to 0.01 for",
         ),
-        (manifest_of(1, 7) | {"sources": [{"layout": "file"}]}, "corpus.layout=line makes one of"),
+        (
+            manifest_of(1, 7) | {"sources": [{"layout": "file"}]},
+            "corpus.layout=line makes each line",
+        ),
         ({"held_out": {"documents": 1, "tokens": 7}}, "need 50 documents and 20,000 tokens to be"),
     ],
 )
@@ -421,11 +424,11 @@ def test_pairs_of_documents_of_one_sentence_are_warned_of(tmp_path: Path, capsys
     config = config_of(str(tmp_path / "a.txt"), tmp_path / "data", layout="line")
     config.data.objective = "nsp"
     prepare(config, workers=1)
-    told = "a document has 1.0 sentences, so most pairs (data.objective nsp) are two parts of one"
+    told = "documents have 1.0 sentences on average, so most pairs (data.objective nsp) consist of"
     assert f"warning: {told}" in capsys.readouterr().out
     config.data.objective = "none"
     prepare(config, workers=1)
-    assert "sentences, so" not in capsys.readouterr().out
+    assert "sentences on average, so" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

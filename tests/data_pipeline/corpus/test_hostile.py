@@ -196,7 +196,7 @@ def test_bad_rows_are_skipped_and_counted_up_to_one_percent(
         prepare(config, workers=1)
     corpus.on_bad_row = "skip"
     if bad > 10:
-        with pytest.raises(UserError, match="11 of 1,000 rows of .* are bad, above 1%"):
+        with pytest.raises(UserError, match="11 of 1,000 rows of .* are bad, more than 1%"):
             prepare(config, workers=1)
         return
     if bad == 10:  # copies are rows too, but each row counts once
@@ -204,7 +204,7 @@ def test_bad_rows_are_skipped_and_counted_up_to_one_percent(
         copies.write_text(rows(11, 511) + "\n" + rows(0, 500))
         again = replace(config, data_dir=str(tmp_path / "copies"))
         again.corpus = replace(corpus, files=str(copies), deduplicate=True)
-        with pytest.raises(UserError, match="11 of 1,011 rows of .* are bad, above 1%"):
+        with pytest.raises(UserError, match="11 of 1,011 rows of .* are bad, more than 1%"):
             prepare(again, workers=1)
     prepare(config, workers=1)
     assert f"left out: {bad} bad rows" in capsys.readouterr().out

@@ -76,7 +76,9 @@ def write_rows(path: Path, rows: list[str]) -> str:
 def test_a_table_is_read_by_its_suffix(tmp_path: Path, name: str):
     file = write_rows(tmp_path / name, ROWS)
     assert read_all(CorpusConfig(files=file, text_field="body")) == READ_ROWS
-    with pytest.raises(UserError, match="no column 'text', but id, body; set corpus.text_field"):
+    with pytest.raises(
+        UserError, match="no column 'text' .columns: id, body.; set corpus.text_field"
+    ):
         read_all(CorpusConfig(files=file))
 
 
@@ -106,7 +108,7 @@ def test_the_header_of_a_csv_file_tells_what_separates_its_columns(tmp_path: Pat
 def test_a_tsv_file_with_quotes_is_told_to_be_csv(tmp_path: Path):
     (tmp_path / "a.tsv").write_text('label\ttext\n1\t"Two\nlines."\n')
     config = CorpusConfig(files=str(tmp_path / "*.tsv"))
-    with pytest.raises(UserError, match="is not tsv .*=csv if quotes stand around fields"):
+    with pytest.raises(UserError, match="is not tsv .*=csv if fields are quoted"):
         read_all(config)
     assert read_all(replace(config, layout="csv")) == ["Two\nlines."]
 
@@ -121,9 +123,18 @@ def test_a_tsv_file_has_no_quotes(tmp_path: Path):
     "text, message",
     [
         ('text\nfine\n"never closed\nmore\n', r"a\.csv: line \d+ is not csv \(unexpected end"),
-        ("text,b\nfine,1\nshort\n", r"a\.csv: line 3 is not csv \(1 fields, the header has 2\)"),
-        ("text,b\nfine,1\nlong,1,2\n", r"a\.csv: line 3 is not csv \(3 fields, the header has 2\)"),
-        ("", r"a\.csv has no column 'text', but an empty first line; set corpus.text_field"),
+        (
+            "text,b\nfine,1\nshort\n",
+            r"a\.csv: line 3 is not csv \(1 fields, but the header has 2\)",
+        ),
+        (
+            "text,b\nfine,1\nlong,1,2\n",
+            r"a\.csv: line 3 is not csv \(3 fields, but the header has 2\)",
+        ),
+        (
+            "",
+            r"a\.csv has no column 'text' \(columns: none, the first line is empty\); set",
+        ),
     ],
 )
 def test_a_broken_table_is_named_with_the_line(tmp_path: Path, text: str, message: str):
@@ -239,7 +250,7 @@ def test_the_language_tells_the_encoding_of_old_files(tmp_path: Path, language: 
             read_all(config)
         assert read_all(replace(config, encoding=encoding)) == ["Plain.", text]
     (tmp_path / "a.txt").write_bytes(text.encode() * 2 + b"\xff\n")
-    with pytest.raises(UserError, match="looks like UTF-8 with errors: mend the file"):
+    with pytest.raises(UserError, match="looks like UTF-8 with errors: repair the file"):
         read_all(config)
 
 
@@ -257,7 +268,7 @@ def test_utf_8_that_is_read_as_another_encoding_is_recognised(tmp_path: Path, en
     (tmp_path / "a.txt").write_bytes(b"Plain. " + CHINESE.encode())
     with pytest.raises(UserError, match=rf"7 is not {encoding} .* utf-8: set corpus.encoding=utf"):
         read_all(CorpusConfig(files=str(tmp_path / "a.txt"), layout="line", encoding=encoding))
-    with pytest.raises(UserError, match=r"if other files are not, convert this one to UTF-8, or g"):
+    with pytest.raises(UserError, match=r"if only some files have it, convert these to UTF-8 or g"):
         read_all(CorpusConfig(files=str(tmp_path / "*.txt"), layout="line", encoding=encoding))
 
 
@@ -280,21 +291,21 @@ def test_what_a_decoder_of_utf_8_may_take_is_recognised(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     "data, message",
     [
-        (bytes(range(256)) * 9, r"byte 128 .* binary data: take it out of corpus\.files"),
+        (bytes(range(256)) * 9, r"byte 128 .* binary data: remove it from corpus\.files"),
         (bytes(1000), "byte 0 .*NUL.* binary data"),
-        (b"\x1f\x8b\x08" + bytes(50), r"byte 1 .*its name the ending \.gz"),
+        (b"\x1f\x8b\x08" + bytes(50), r"byte 1 .*rename it to end in \.gz"),
         (
             b"PK\x03\x04" + bytes(80) + b"\xff",
-            "byte .* looks like a zip archive: give",
+            "byte .* looks like a zip archive: extract",
         ),
-        (b"%PDF-1.7\n%\xe2\xe3\xcf", "byte 10 .*looks like a PDF: give its text in a file of its"),
-        (b"PAR1\x15\xff", r"byte 5 .*its name the ending \.parquet"),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf", "byte 10 .*looks like a PDF: extract its text to a file"),
+        (b"PAR1\x15\xff", r"byte 5 .*rename it to end in \.parquet"),
         (
             (CHINESE * 3).encode() + b"\xff\n" + CHINESE.encode(),
-            r"byte 291 .* errors: mend .*errors=replace",
+            r"byte 291 .* errors: repair .*errors=replace",
         ),
-        (CHINESE.encode()[:-2], r"byte 93 .*end of data.* errors: mend .*errors=replace"),
-        (b"A caf\xc3", r"byte 5 .*end of data.* errors: mend .*errors=replace"),
+        (CHINESE.encode()[:-2], r"byte 93 .*end of data.* errors: repair .*errors=replace"),
+        (b"A caf\xc3", r"byte 5 .*end of data.* errors: repair .*errors=replace"),
     ],
 )
 def test_what_is_no_text_at_all_is_named(tmp_path: Path, data: bytes, message: str):
@@ -444,16 +455,19 @@ def test_an_empty_source_is_an_error_that_names_it(tmp_path: Path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{files: a, sources: [{files: b}]}", "corpus.files is given beside corpus.sources"),
-        ("{language: zh, sources: [{files: b}]}", "corpus.language is given beside"),
+        ("{files: a, sources: [{files: b}]}", "corpus.files is set beside corpus.sources"),
+        ("{language: zh, sources: [{files: b}]}", "corpus.language is set beside"),
         ("{sources: [{file: b}]}", r"corpus\.sources\[0\]\.file; did you mean .*\[0\]\.files\?"),
         ("{sources: [{files: b}, {}]}", r"corpus\.sources\[1\] needs exactly one of"),
         ("{sources: [{files: b, weight: 0}]}", r"sources\[0\]\.weight 0\.0 is not in"),
         ("{sources: [{files: b, weight: .nan}]}", r"sources\[0\]\.weight nan is not in"),
-        ("{builtin: python-docs, layout: line}", "corpus.layout is of files, and corpus has a bui"),
+        (
+            "{builtin: python-docs, layout: line}",
+            "corpus.layout applies to files only, but corpus has a bui",
+        ),
         (
             "{sources: [{dataset: {path: json}, text_field: body}]}",
-            r"sources\[0\]\.text_field is of files, .* leave it out .*its text_column",
+            r"sources\[0\]\.text_field applies to files only, .* remove it .*in text_column",
         ),
         ("{sources: [b.txt]}", r"c\.yaml, key corpus\.sources"),
         ("{sources: {files: b}}", r"c\.yaml: corpus\.sources is not a list of sources"),
@@ -482,7 +496,7 @@ def test_another_splitter_takes_the_place_of_sentencex(tmp_path: Path, monkeypat
     split = sentence_splitter("en", "cut_at_bars:split")
     assert list(split_sentences("a.|b|\n c", split)) == ["a.", "b", " c"]
     for name in ("words", "lines"):
-        with pytest.raises(UserError, match=f"cut_at_bars:{name} gave .* for 'A first .*; it must"):
+        with pytest.raises(UserError, match=f"bars:{name} returned .* for 'A first .*; it must"):
             list(split_sentences("text", sentence_splitter("en", f"cut_at_bars:{name}")))
     for path in ("absent_module:split", "cut_at_bars:absent"):
         with pytest.raises(UserError, match=f"{path} cannot be imported"):

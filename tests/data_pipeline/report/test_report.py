@@ -123,7 +123,7 @@ def test_the_smallest_corpora_have_a_report_too(shape: str, objective: str, resu
     data = PairsConfig(max_seq_length=16, objective=objective)
     store = make_store(SHAPES[shape])
     if (shape, objective) == ("two documents of two words", "nsp"):  # which takes four pairs
-        with pytest.raises(UserError, match="next-sentence prediction takes"):
+        with pytest.raises(UserError, match="next-sentence prediction needs"):
             audit.audit_store(store, data, seed=0)
         return
     found = audit.audit_store(store, data, seed=0)
@@ -398,7 +398,7 @@ def test_what_is_unusual_comes_first(result) -> None:
     ):
         (line,) = warned(**unusual)
         found = "300 documents|40% of all|3.00 % of the tokens|schön becomes schon|was 1, is 2"
-        found += "|1.2 sentences, so most pairs"
+        found += "|1.2 sentences on average, so most pairs"
         assert re.search(found, line)
 
     page = Page(report.render_page(result)).text

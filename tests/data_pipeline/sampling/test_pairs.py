@@ -522,7 +522,7 @@ def test_a_dominating_document_costs_little_text() -> None:
         ([sentences(40)], r"\b\d+ pairs.*, (\d+) of them from one document"),
         (
             [sentences(1), sentences(1), sentences(1)],
-            r"takes four pairs or more.* gives 3, 1 of them",
+            r"needs at least four pairs.* gives 3, 1 of them",
         ),
         ([sentences(100), sentences(1)], r"\b\d+ pairs.*\b\d+ of them from one document"),
     ],

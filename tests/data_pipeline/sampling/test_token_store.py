@@ -196,7 +196,7 @@ def test_a_store_of_schema_1_is_known_for_the_same(old: Path, capsys) -> None:
     words = ["corpus.word_segmenter=pair_words:split", "corpus.plug_ins=[pair_words]"]
     for overrides in ([], ["data_dir=prepared_words", *words]):
         prepare(load_config(DataConfig, "config.yaml", overrides), workers=1)
-        assert "is there already" in capsys.readouterr().out
+        assert "exists already" in capsys.readouterr().out
     assert {k: v for k, v in contents(old / "prepared").items() if k != MARKER} == before
     with pytest.raises(UserError, match="built from another corpus or with other settings"):
         prepare(load_config(DataConfig, "config.yaml", ["vocab.size=256"]))
@@ -221,7 +221,7 @@ def test_a_store_of_a_later_schema_is_refused_without_advice_to_delete_it(
     shutil.copytree(prepared / "data/store", tmp_path / "store")
     path = tmp_path / "store/manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 3}))
-    with pytest.raises(UserError, match="has schema 3, and this version reads 1 to 2") as caught:
+    with pytest.raises(UserError, match="has schema 3, but this version reads 1 to 2") as caught:
         TokenStore.open(tmp_path / "store", "train", vocabulary)
     assert "delete" not in str(caught.value)
 
@@ -271,9 +271,9 @@ def test_files_may_move_and_changed_text_is_named(files, tmp_path: Path, capsys)
     moved = [str(shutil.copy(path, tmp_path / f"moved-{Path(path).name}")) for path in files]
     capsys.readouterr()
     prepare(config_of(moved, tmp_path / "data"), workers=1)
-    assert "is there already" in capsys.readouterr().out
+    assert "exists already" in capsys.readouterr().out
     Path(moved[0]).write_text("Another text.\n\nAnd one more.\n")
-    with pytest.raises(UserError, match=r"\(the text is another\)"):
+    with pytest.raises(UserError, match=r"\(the text has changed\)"):
         prepare(config_of(moved, tmp_path / "data"), workers=1)
 
 
@@ -317,7 +317,7 @@ def test_what_a_user_put_into_the_store_stops_the_command(files, tmp_path: Path)
     prepare(config_of(files, tmp_path), workers=1, array_task=(0, 2))
     (tmp_path / "store").mkdir()
     (tmp_path / "store/mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="is no token store and holds mine.txt"):
+    with pytest.raises(UserError, match="is not a token store but holds mine.txt"):
         prepare(config_of(files, tmp_path), workers=1)
     assert (tmp_path / "store/mine.txt").read_text() == "mine"
 
@@ -350,5 +350,5 @@ def test_the_folder_of_prepared_data_is_told_from_the_store_in_it(tmp_path: Path
     with pytest.raises(UserError, match="no token store at .*; make one: python -m data_pipeline"):
         read_manifest(tmp_path)
     (tmp_path / "store").mkdir()
-    with pytest.raises(UserError, match=f"no token store at .*; {tmp_path}/store is one"):
+    with pytest.raises(UserError, match=f"no token store at .*; there is one at {tmp_path}/store"):
         read_manifest(tmp_path)

@@ -400,7 +400,7 @@ def drops_spaces(sentence: str) -> list[str]:
 def test_a_segmenter_that_loses_text_is_refused(tmp_path: Path):
     (tmp_path / "a.txt").write_text("我们 今天\n\n学习 语言\n", encoding="utf-8")
     config = config_of([str(tmp_path / "a.txt")], tmp_path / "data", "test_chinese:drops_spaces")
-    with pytest.raises(UserError, match="for 'A first .*; the words .* must give the text again"):
+    with pytest.raises(UserError, match="for 'A first .*; the words .*must join to the same text"):
         prepare(config, workers=1)
     assert not (tmp_path / "data/store").exists()
 

@@ -359,13 +359,13 @@ def drop_mask(value: dict) -> None:
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (lambda value: value.update(pre_tokenizer=None), "no pre-tokeniser to tell words by"),
+        (lambda value: value.update(pre_tokenizer=None), "no pre-tokeniser to find words with"),
         (add_word, "1 added tokens outside its vocabulary .*give a tokenizer without them"),
-        (add_piece, "1 added tokens .* that divide text before them; take them out"),
+        (add_piece, "1 added tokens .* that divide text before these rules apply; remove them"),
         (drop_mask, r"lacks \[MASK\]"),
         (add_line_end, "a piece with a line end"),
         (lambda value: value["model"].update(dropout=0.1), "drops merges at random; set its"),
-        (lambda value: value["model"].update(vocab=[1]), "no list of .piece, score."),
+        (lambda value: value["model"].update(vocab=[1]), "not a list of .piece, score."),
     ],
 )
 def test_what_cannot_be_taken_whole_is_said(folder: Path, tmp_path: Path, edit, message: str):
@@ -385,7 +385,7 @@ ODD_RULES = [
 @pytest.mark.parametrize("rules", ODD_RULES)
 def test_rules_that_panic_are_refused(folder: Path, tmp_path: Path, rules: dict):
     change(folder, tmp_path, lambda value: value.update(rules))
-    with pytest.raises(UserError, match="is no tokenizer: .*put a sound copy there"):
+    with pytest.raises(UserError, match="is not a valid tokenizer: .*put an intact copy there"):
         load_tokenizer(tmp_path)
 
 
@@ -395,17 +395,17 @@ def test_text_that_a_rule_fails_at_is_named(folder: Path, tmp_path: Path):
     change(folder, tmp_path, lambda value: value.update(pre_tokenizer=rule, normalizer=None))
     number = IdWords(load_tokenizer(tmp_path), WordIndex({END: 0}))
     assert number(["a 1\n"])[1].tolist() > [0]
-    with pytest.raises(UserError, match="the tokenizer fails at 'b+"):
+    with pytest.raises(UserError, match="the tokenizer fails on 'b+"):
         number(["bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb\n"])
 
 
 def test_it_is_not_extended_and_takes_no_segmenter(folder: Path, prepared: Path, tmp_path: Path):
     with pytest.raises(UserError, match="vocab.extend cannot add to it"):
         read_existing(VocabConfig(path=str(folder), extend=10))
-    with pytest.raises(UserError, match="set vocab.size=null to take them all$"):
+    with pytest.raises(UserError, match="set vocab.size=null to use them all$"):
         read_existing(VocabConfig(path=str(folder), size=10))
     pytest.importorskip("rjieba")
-    with pytest.raises(UserError, match="corpus.word_segmenter divides BERT's words"):
+    with pytest.raises(UserError, match="corpus.word_segmenter works on BERT's words"):
         prepare_with(prepared / "topics.txt", tmp_path, folder, word_segmenter="segmenter")
 
 
@@ -415,5 +415,5 @@ def test_other_merges_of_the_same_pieces_are_another_corpus(prepared: Path, tmp_
     train_byte_level(text).save(str(tmp_path / "t/tokenizer.json"))
     prepare_with(prepared / "topics.txt", tmp_path / "data", tmp_path / "t")
     change(tmp_path / "t", tmp_path / "t", lambda value: value["model"]["merges"].pop())
-    with pytest.raises(UserError, match="with other settings of corpus or vocab"):
+    with pytest.raises(UserError, match="with other settings in corpus or vocab"):
         prepare_with(prepared / "topics.txt", tmp_path / "data", tmp_path / "t")

@@ -254,20 +254,20 @@ ADDED = [{"id": len(OLD), "content": "covid"}]
         (None, {"lowercase": False}, "lowercase true, .* says false; set vocab.lowercase=true"),
         (None, {"strip_accents": False}, "set vocab.strip_accents=true"),
         (None, {"handle_chinese_chars": False}, "set vocab.handle_chinese_chars=true"),
-        (None, {"size": 1000}, "set vocab.size=null to take them all, and vocab.extend=N to add"),
-        (None, {"size": 100}, r"vocab.size is 100, and .* has \d+ pieces"),
+        (None, {"size": 1000}, "set vocab.size=null to use them all, and vocab.extend=N to add"),
+        (None, {"size": 100}, r"vocab.size is 100, but .* has \d+ pieces"),
         (change_json("tokenizer.json", "normalizer", to=None), {"extend": 9}, "cannot add to it"),
-        (change_json("tokenizer.json", "pre_tokenizer", to=None), {}, "no pre-tokeniser to tell"),
+        (change_json("tokenizer.json", "pre_tokenizer", to=None), {}, "no pre-tokeniser to find"),
         (change_json("tokenizer.json", "model", "vocab", "zz", to=7777), {}, "ids are not 0 to"),
         (change_json("tokenizer.json", "added_tokens", to=ADDED), {}, "1 added tokens outside"),
         (change_json("tokenizer_config.json", "do_lower_case", to=False), {}, "lowercase false"),
         (change_text("[CLS]\n", ""), {}, r"lacks \[CLS\]; a BERT"),
         (change_text("[CLS]\n", "<s>\n"), {}, "put its tokenizer.json beside it"),
-        (only_special_tokens, {}, "no piece but the special tokens; save the tokenizer again"),
-        (japanese, {}, "splits words by mecab, in code of transformers"),
+        (only_special_tokens, {}, "no pieces besides the special tokens; save the tokenizer again"),
+        (japanese, {}, "splits words by mecab, which is code in transformers"),
         (change_text("the\n", "\n"), {}, r"line \d+ is empty"),
         (change_text("the\n", "a\n"), {}, r"'a' on line 105 and on line \d+"),
-        (lambda f: (f / "vocab.txt").write_text("[PAD]\n"), {}, "hold other pieces"),
+        (lambda f: (f / "vocab.txt").write_text("[PAD]\n"), {}, "hold different pieces"),
         (lambda f: (f / "vocab.txt").write_bytes(b"a\xff\n"), {}, r"not UTF-8 text \(byte 1\)"),
         (lambda f: (f / "tokenizer.json").write_text("{"), {}, "is not JSON"),
         (lambda f: [p.unlink() for p in f.iterdir()], {}, "is neither a vocab.txt nor a folder"),
@@ -296,7 +296,7 @@ def test_another_vocabulary_under_the_same_path_is_another_corpus(prepared: Path
     folder = write_vocabulary(tmp_path / "v")
     prepare_with(prepared, tmp_path / "data", path=str(folder))
     write_vocabulary(folder, [*OLD, "module"])
-    with pytest.raises(UserError, match="with other settings of corpus or vocab"):
+    with pytest.raises(UserError, match="with other settings in corpus or vocab"):
         prepare_with(prepared, tmp_path / "data", path=str(folder))
     with pytest.raises(UserError, match=r"vocab.size was None, is \d+, vocab.extend included"):
         prepare_with(prepared, tmp_path / "data", path=str(folder), extend=10)
@@ -359,8 +359,8 @@ def test_an_extension_by_fewer_pieces_than_new_characters_or_more_than_there_are
 
 def test_an_extension_needs_a_vocabulary_and_no_size(prepared: Path):
     for vocab, named in (
-        (VocabConfig(extend=5), "vocab.extend 5 adds to a vocabulary that is there"),
-        (VocabConfig(extend=5, size=600, path="v"), "given beside vocab.size 600"),
+        (VocabConfig(extend=5), "vocab.extend 5 needs an existing vocabulary"),
+        (VocabConfig(extend=5, size=600, path="v"), "and vocab.size 600 are both set"),
         (VocabConfig(extend=0, path="v"), r"vocab.extend 0 is not in \[1, 1e6\]"),
     ):
         corpus = CorpusConfig(files=str(prepared / "topics.txt"))
@@ -421,9 +421,9 @@ def test_what_is_not_counted_is_said(capsys: pytest.CaptureFixture):
     assert report["distinct_words"] == 2 and report["longest_pieces"] == ["aa"]
     print_report(report)
     said = " ".join(capsys.readouterr().out.split())
-    assert "words too long to be more than [UNK]: 1,234 " in said
-    assert "rare words dropped to bound the memory: 10 occurrences, no count is too small" in said
-    assert "by more than 7 on 1,251 train words:" in said
+    assert "words that are too long and become [UNK]: 1,234 " in said
+    assert "rare words dropped to save memory: 10 occurrences; counts are too small" in said
+    assert "by at most 7 on 1,251 train words:" in said
 
 
 def test_much_that_is_unknown_is_said(capsys: pytest.CaptureFixture):
@@ -434,7 +434,7 @@ def test_much_that_is_unknown_is_said(capsys: pytest.CaptureFixture):
             [*SPECIAL_TOKENS, *pieces], 0, words, WordCounts(), VocabConfig()
         ) | {"accents": {}}
         print_report(report)
-        assert ("warning: much is [UNK]" in capsys.readouterr().out) is said
+        assert ("warning: many tokens are [UNK]" in capsys.readouterr().out) is said
 
 
 # --- accents --------------------------------------------------------------------------------------
@@ -494,7 +494,8 @@ def test_preparation_warns_of_chinese_that_is_called_something_else(tmp_path, ca
         corpus = CorpusConfig(files=files, language=language, deduplicate=False)
         data_dir, vocab = str(tmp_path / language), VocabConfig(size=14)
         prepare(DataConfig(data_dir=data_dir, corpus=corpus, vocab=vocab), workers=1)
-        warning = "a.txt: most of it is Chinese, and its language is en; set corpus.language=zh"
+        warning = "a.txt: most of the text is Chinese, but its language is set to en; set corpus."
+        warning += "language=zh"
         assert (warning in capsys.readouterr().out) == (language == "en")
 
 
@@ -514,7 +515,8 @@ def test_preparation_warns_of_other_scripts_where_no_language_is_given(
         with suppress(UserError):  # too small a vocabulary, after the warning
             prepare(config, workers=1)
         found = (
-            "most of its letters are not Latin, and its language is en" in capsys.readouterr().out
+            "most of its letters are not Latin, but its language is set to en"
+            in capsys.readouterr().out
         )
         assert found == (wanted and language == "en")
 
@@ -528,7 +530,7 @@ def test_preparation_warns_of_words_as_long_as_clauses(tmp_path, capsys) -> None
         corpus = CorpusConfig(files=[str(tmp_path / "a.txt")], language="th", deduplicate=False)
         vocab = VocabConfig(size=24)
         prepare(DataConfig(data_dir=str(tmp_path / str(length)), corpus=corpus, vocab=vocab), 1)
-        warning = "of the text is in words of more than 100 characters, which are [UNK]"
+        warning = "of the text is in words of more than 100 characters, which become [UNK]"
         assert (warning in capsys.readouterr().out) == (length > 100)
 
 
