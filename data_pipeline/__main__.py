@@ -10,8 +10,10 @@ from data_pipeline.common.signals import catch_signals
 def main() -> None:
     catch_signals("finished work is kept; start the same command again to continue")
     parser = argparse.ArgumentParser(prog="python -m data_pipeline", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
+    )
     parser.add_argument("--workers", type=int, help="number of processes (default: one per core)")
     parser.add_argument(
         "--cluster", metavar="ADDRESS", help="run on the workers of this dask scheduler"

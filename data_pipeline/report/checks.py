@@ -50,7 +50,12 @@ def check_results(result: dict) -> list[dict]:
         limit = min(0.51 + 1.5 / math.sqrt(max(pairs["tested"], 1)), 1)
         for name, text in (("by_lengths", "lengths of A and B"), ("by_total", "total length")):
             told = pairs[name]["balanced"]
-            check(f"Labels told by the {text}", percent(told), f"≤ {percent(limit)}", told <= limit)
+            check(
+                f"Labels predicted from the {text}",
+                percent(told),
+                f"≤ {percent(limit)}",
+                told <= limit,
+            )
     covered = coverage["covered"]
     check("Tokens in a pair of the epoch", percent(covered), "≥ 99.50 %", covered >= 0.995)
     none("Tokens in more than one", coverage["again"])
@@ -58,7 +63,7 @@ def check_results(result: dict) -> list[dict]:
         near("Masked tokens", masks["masked"], prob, 0.002, masks["words_masked"])
     else:
         found = masks["most_in_a_sequence"]
-        check("Most masked tokens of a sequence", f"{found:,}", f"≤ {bound:,}", found <= bound)
+        check("Most masked tokens in a sequence", f"{found:,}", f"≤ {bound:,}", found <= bound)
     if settings["masking"] != "token":
         none("Words masked in part", masks["partly_masked_words"])
     for row in masks["by_pieces"] if bound is None else []:

@@ -46,8 +46,8 @@ def list_warnings(result: dict) -> list[str]:
     store, warnings = result["store"], []
     if result["other_settings"]:
         warnings.append(
-            f"the store was built with other settings than the config's "
-            f"({'; '.join(result['other_settings'])}), and is measured as it is"
+            "the store was built with other settings than the config's "
+            f"({'; '.join(result['other_settings'])}); it is measured as it is"
         )
     if shortfall := held_out_shortfall(store):
         warnings.append(shortfall)
@@ -55,15 +55,15 @@ def list_warnings(result: dict) -> list[str]:
         warnings.append(few)
     if (documents := store["train"]["documents"]) < FEW_DOCUMENTS:
         warnings.append(
-            f"only {documents:,} documents are trained on, so the text is about few things, and "
-            "random segments come from the same few documents again and again; add text, or mark "
-            "where documents begin"
+            f"only {documents:,} documents are trained on, so the text has few topics, and random "
+            "segments come from the same few documents again and again; add text, or mark where "
+            "documents begin"
         )
     longest = result["corpus"]["longest_documents"][0]
     if longest["share"] > MUCH_OF_THE_TEXT:
         warnings.append(
             f"document {longest['document']:,} holds {longest['share']:.0%} of all tokens; if it "
-            "is several texts, mark where they begin (corpus.layout)"
+            "consists of several texts, mark where they begin (corpus.layout)"
         )
     if lost := describe_accents(result.get("accents", {})):
         warnings.append(lost)
@@ -164,7 +164,7 @@ def list_sizes(result: dict) -> list[tuple[str, str, str]]:
         (
             "sequences of an epoch",
             f"{epoch['sequences']:,}",
-            f"{epoch['tokens_per_sequence']:.1f} tokens each, special ones apart",
+            f"{epoch['tokens_per_sequence']:.1f} tokens each, without special ones",
         ),
     ]
 
@@ -183,12 +183,12 @@ def list_vocabulary(vocabulary: dict) -> list[tuple[str, str, str]]:
     entropy = vocabulary["unigram_entropy"]
     return [
         ("pieces", f"{vocabulary['pieces']:,}", f"{percent(vocabulary['never_used'])} never occur"),
-        ("tokens a word", f"{vocabulary['tokens_per_word']:.3f}", ""),
+        ("tokens per word", f"{vocabulary['tokens_per_word']:.3f}", ""),
         ("[UNK]", f"{100 * vocabulary['unknown']:.3f} %", "of the tokens"),
         (
             "single letters",
             percent(vocabulary["single_letters"]),
-            "or Chinese characters, of tokens",
+            "or Chinese characters, of the tokens",
         ),
         ("unigram entropy, nats", f"{entropy:.3f}", f"a perplexity of {math.exp(entropy):,.0f}"),
     ]
@@ -305,7 +305,7 @@ def measure(config: DataConfig) -> dict:
     result = {"data_dir": str(config.data_dir), "store": store.manifest}
     result |= audit_store(store, config.data, config.seed)
     shape = {"accents?": {"lost?": float, "examples?": [[str]]}}
-    fit = read_json(folder / "vocab/report.json", shape, "put a sound copy back")
+    fit = read_json(folder / "vocab/report.json", shape, "put an intact copy back")
     return result | {
         "other_settings": list_other_settings(config, store.manifest),
         "accents": fit.get("accents", {}),  # stores of earlier versions did not measure it
@@ -326,8 +326,10 @@ def write_report(result: dict) -> None:
 def main() -> None:
     """Write the report of a prepared corpus, and print its checks."""
     parser = argparse.ArgumentParser(prog="python -m data_pipeline.report", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
+    )
     args = parser.parse_intermixed_args()
     config = load_config(DataConfig, args.config, args.overrides)
     result = measure(config)

@@ -82,7 +82,7 @@ def test_the_rule_of_google_fails_what_ours_holds_and_stands_beside_it(store, re
     checks = check_results(google | {"settings": result["settings"]})
     assert {
         "Random pairs of the epoch",
-        "Labels told by the total length",
+        "Labels predicted from the total length",
         "Tokens in more than one",
         "Masked words of 1 piece",
         "Masked words of 5 pieces",
