@@ -1,7 +1,7 @@
 """Train a model, resuming if the run has a checkpoint, and export it at the end:
 `accelerate launch -m pretrain CONFIG [key=value ...]`.
 
-`python -m pretrain configs` lists the recipes that CONFIG can be made from, and copies one.
+`python -m pretrain configs` lists the recipes, and copies one as a CONFIG to edit.
 """
 
 import argparse
@@ -23,12 +23,14 @@ PATIENCE = 10.0  # seconds in which the first process of a machine tells a mista
 def main() -> None:
     if sys.argv[1:2] == ["configs"]:
         return recipes.main(sys.argv[2:])
-    catch_signals("no step of this start is done; start the same command again")
+    catch_signals("no new step is done yet; start the same command again")
     outlive_readers()
     die_with_launcher()  # before the slow imports, during which a launcher may end
     parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
+    )
     args = parser.parse_intermixed_args()
     from data_pipeline.config import load_config  # a signal may come during any import
     from pretrain.config import Config
@@ -50,8 +52,8 @@ def check_moved(path: Path, run_dir: Path) -> None:
         path.name != "config.yaml"
         or not (folder / "checkpoints").is_dir()
         or folder == run_dir.resolve(),
-        f"{path} is of a run whose run_dir was {run_dir}; add run_dir={path.parent} to go on with "
-        "it, or another run_dir to begin a new one",
+        f"{path} belongs to a run whose run_dir was {run_dir}; add run_dir={path.parent} to "
+        "resume it, or another run_dir to start a new run",
     )
 
 

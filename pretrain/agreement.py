@@ -101,7 +101,7 @@ def explain_difference(model: nn.Module, accelerator: Accelerator) -> str:
         if other_kind == kind and other != first:
             return (
                 f"rank {rank} on {host} has other weights than rank 0, so no checkpoint is "
-                "written; the memory or the GPU of one of them is at fault. Start the same command "
-                "again, on another machine if this recurs, to go on from the checkpoint before"
+                "written; the memory or the GPU of one of them is faulty. Start the same command "
+                "again, on another machine if this recurs, to resume from the previous checkpoint"
             )
     return ""

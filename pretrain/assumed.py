@@ -119,8 +119,8 @@ def assume_data(config: DataConfig, tokens: float | None = None) -> Assumed:
     lines = [f"assumed: {'; '.join(assumed)}"]
     if not size:
         lines.append(
-            f"epochs unknown: {missing}. To plan them, give the tokens of the corpus (--tokens "
-            "3.3e9), or prepare it: python -m data_pipeline CONFIG"
+            f"epochs unknown: {missing}. To plan them, give the number of tokens in the corpus "
+            "(--tokens 3.3e9), or prepare it: python -m data_pipeline CONFIG"
         )
     return Assumed(
         store=make_up_store(vocabulary),
@@ -189,7 +189,7 @@ def measure_files(corpus: CorpusConfig, vocab: VocabConfig, vocab_size: int) -> 
     size, file_bytes, text_bytes, copied_bytes = CorpusSize(0, 0, 0, 0, ""), 0, 0.0, 0.0
     for source in corpus.each_source():
         if not source.files:
-            raise UserError(f"how much text {name_source(source)} holds shows when it is read")
+            raise UserError(f"the size of {name_source(source)} is known only once it is read")
         paths = list_files(to_list(source.files))
         density = measure_density(sample_text(paths, source), source, vocab, vocab_size)
         for path in paths:

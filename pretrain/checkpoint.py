@@ -122,9 +122,8 @@ def write_checkpoint(
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(
-            f"no checkpoint at {final}: {error} ({wanted / 1e6:,.0f} MB wanted, "
-            f"{free / 1e6:,.0f} MB free); free space and run the same command again, the "
-            "checkpoints before it are kept"
+            f"no checkpoint at {final}: {error} ({wanted / 1e6:,.0f} MB needed, {free / 1e6:,.0f} "
+            "MB free); free space and run the same command again; earlier checkpoints are kept"
         ) from None
     before = final.with_name(final.name + ".old")  # of the same step, if its evaluation was due
     if final.exists():
@@ -189,8 +188,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """
     if folder.is_symlink() and not folder.exists():
         raise UserError(
-            f"{folder} is a link to {os.readlink(folder)}, which is not there; nothing was "
-            "changed, so run the same command again when it is, or remove the link"
+            f"{folder} is a link to {os.readlink(folder)}, which does not exist; nothing was "
+            "changed, so run the same command again once it does, or remove the link"
         )
     paths = folder.iterdir() if folder.exists() else ()
     found = [p for p in paths if NAME.fullmatch(p.name) and not p.is_symlink()]
@@ -223,7 +222,7 @@ def find_fault(checkpoint: Path) -> str | None:
     except OSError as error:
         raise UserError(
             f"{error.filename or checkpoint} cannot be read: {error.strerror}; nothing was "
-            "changed, so run the same command again when it can be"
+            "changed, so run the same command again once it can be read"
         ) from None
     return None
 
@@ -281,8 +280,9 @@ def resume_checkpoint(folder: Path) -> Path | None:
     listed += [path.name for path in list_others(folder)]
     if found is None and listed:
         raise UserError(
-            f"no checkpoint in {folder} is sound: {', '.join(listed)}; put a sound copy of one "
-            "back, or set train.restart=true to start at step 0, which moves them to another folder"
+            f"no checkpoint in {folder} is intact: {', '.join(listed)}; put an intact copy of one "
+            "back, or set train.restart=true to start at step 0, which moves them to another "
+            "folder"
         )
     for path in folder.glob("step-*.tmp"):  # of a start that was killed while it wrote
         shutil.rmtree(path, ignore_errors=True)
@@ -296,7 +296,7 @@ def resume_checkpoint(folder: Path) -> Path | None:
 
 def read_state(checkpoint: Path) -> dict:
     """Read the `state` that `save_checkpoint` was given; raises `UserError` if it is another."""
-    return read_json(checkpoint / "state.json", STATES, "put a sound copy of the checkpoint back")
+    return read_json(checkpoint / "state.json", STATES, "put an intact copy of the checkpoint back")
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -305,7 +305,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise UserError(f"{path} is damaged: {error}; put a sound copy back") from None
+        raise UserError(f"{path} is damaged: {error}; put an intact copy back") from None
 
 
 def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
@@ -347,13 +347,15 @@ def load_optimizers(
         parameter = parameters.get(name)
         optimizer = owner.get(id(parameter))
         if optimizer is None:
-            raise UserError(f"{path} has {name}, and the model has not; it is of another model")
+            raise UserError(
+                f"{path} has {name}, which the model does not have; it belongs to another model"
+            )
         found = {key: (value.shape, value.dtype) for key, value in state.items()}
         if found != state_shapes(optimizer, parameter):
             kind = type(optimizer).__name__
             raise UserError(
                 f"{path} has {', '.join(state)} of {name} that do not fit {kind} or its shape "
-                f"{tuple(parameter.shape)}; put a sound copy of the checkpoint back"
+                f"{tuple(parameter.shape)}; put an intact copy of the checkpoint back"
             )
         for key, value in state.items():
             # a copy, since a tensor of `load_file` keeps the file mapped

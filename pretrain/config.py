@@ -104,13 +104,13 @@ class ModelConfig:
             value, most = getattr(self, name), getattr(self, same)
             check(
                 value in (None, most) or name in self.family.settings,
-                f"model.{name} is {value}, and {self.family.title} has no such setting; leave it "
-                "out, or choose another model.architecture",
+                f"model.{name} is {value}, but {self.family.title} has no such setting; remove "
+                "it, or choose another model.architecture",
             )
         check(
             (self.num_hidden_groups or 1) <= self.num_hidden_layers,
-            f"model.num_hidden_groups {self.num_hidden_groups} is more than the "
-            f"{self.num_hidden_layers} layers that share them",
+            f"model.num_hidden_groups {self.num_hidden_groups} exceeds the "
+            f"{self.num_hidden_layers} layers that share the groups; lower it",
         )
         check(
             self.hidden_size % self.num_attention_heads == 0,
@@ -125,8 +125,8 @@ class ModelConfig:
         check_choice("model.position_embedding_type", self.position_embedding_type, ("absolute",))
         check(
             self.family.discriminator or self.generator_size == ModelConfig.generator_size,
-            f"model.generator_size is {self.generator_size:g}, and {self.family.title} has no "
-            "generator; leave it out, or set model.architecture=electra",
+            f"model.generator_size is {self.generator_size:g}, but {self.family.title} has no "
+            "generator; remove it, or set model.architecture=electra",
         )
         check_computable(self.extra, "model.extra")
         if self.family.discriminator:
@@ -256,7 +256,7 @@ class TrainConfig:
         check(
             kept is None or kept % self.save_every == 0,
             f"train.keep_every {kept} is not a multiple of train.save_every {self.save_every}, at "
-            "which checkpoints are written; give one, or null",
+            "which checkpoints are written; set it to a multiple, or to null",
         )
         for name in ("warmup_steps", "decay_steps"):
             check_steps(f"train.{name}", getattr(self, name) or 0)
@@ -271,21 +271,21 @@ class TrainConfig:
         )
         check(
             self.schedule == "polynomial" or self.decay_power == TrainConfig.decay_power,
-            f"train.decay_power is {self.decay_power:g}, and train.schedule {self.schedule} has no "
-            "power; drop it, or set train.schedule=polynomial",
+            f"train.decay_power is {self.decay_power:g}, but train.schedule {self.schedule} has "
+            "no power; remove it, or set train.schedule=polynomial",
         )
         if self.schedule == "trapezoid":
             after = self.max_steps - warmup
             check(
                 1 <= count_steps(self.decay_steps or 0, self.max_steps) <= after,
-                f"train.decay_steps is {self.decay_steps}; train.schedule trapezoid wants 1 to "
-                f"{after:,}, the steps after the warm-up, or a share of all such as 0.2",
+                f"train.decay_steps is {self.decay_steps}; train.schedule trapezoid needs 1 to "
+                f"{after:,}, the steps after the warm-up, or a share of all steps, such as 0.2",
             )
         else:
             check(
                 self.decay_steps is None,
-                f"train.decay_steps is given, and train.schedule {self.schedule} decays over all "
-                "steps after the warm-up; drop it, or set train.schedule=trapezoid",
+                f"train.decay_steps is set, but train.schedule {self.schedule} decays over all "
+                "steps after the warm-up; remove it, or set train.schedule=trapezoid",
             )
 
 
@@ -361,12 +361,12 @@ class Config(DataConfig):
         found, folder = {}, Path(folder or "").expanduser()
         if given.get("init_from") and folder.is_dir():
             there = (folder / "config.json").exists()
-            check(there, f"init_from {folder} has no config.json; put that of its weights there")
+            check(there, f"init_from {folder} has no config.json; put the one of its weights there")
             found = read_hf_config(read_settings(folder), folder / "config.json")
             check(
                 asked in (None, found["architecture"]),
-                f"model.architecture is {asked}, and init_from {folder} is of the family "
-                f"{found['architecture']}; leave out model.architecture",
+                f"model.architecture is {asked}, but init_from {folder} is of the family "
+                f"{found['architecture']}; remove model.architecture",
             )
             path = folder / "generator/config.json"
             if path.exists():
@@ -388,7 +388,7 @@ class Config(DataConfig):
         has_pairs = any(phase.data.single_segment_prob < 1 for phase in phases_of(self))
         check(
             self.data.objective == "none" or has_pairs,
-            f"single_segment_prob is 1 throughout, and data.objective {self.data.objective} wants "
+            f"single_segment_prob is 1 throughout, but data.objective {self.data.objective} needs "
             "pairs; set data.objective=none",
         )
 
@@ -398,7 +398,8 @@ class Config(DataConfig):
             f"data.max_seq_length {data.max_seq_length} exceeds model.max_position_embeddings "
             f"{self.model.max_position_embeddings}"
             + (
-                f", those of {self.init_from}; lower it, or export that run again with --positions"
+                f", the positions of {self.init_from}; lower it, or export that run again with "
+                "--positions"
                 if self.init_from
                 else "; lower it, or raise model.max_position_embeddings"
             ),
@@ -418,25 +419,25 @@ class Config(DataConfig):
         family, weight = self.model.family, self.train.bag_of_words_weight
         check(
             not (family.discriminator and weight),
-            f"train.bag_of_words_weight is {weight:g}, and {family.title} has no head by which "
+            f"train.bag_of_words_weight is {weight:g}, but {family.title} has no head with which "
             "[CLS] could predict words; set train.bag_of_words_weight=0",
         )
         check(
             not (family.discriminator and self.train.sampled_softmax),
-            f"train.sampled_softmax is {self.train.sampled_softmax}, and {family.title} draws from "
-            "the scores of all tokens; set train.sampled_softmax=0",
+            f"train.sampled_softmax is {self.train.sampled_softmax}, but {family.title} draws "
+            "from the scores of all tokens; set train.sampled_softmax=0",
         )
         if self.data.objective == "none":
             return
         check(
             family.pairs is not None,
-            f"data.objective is {self.data.objective}, and {family.title} has no pair head; set "
+            f"data.objective is {self.data.objective}, but {family.title} has no pair head; set "
             "data.objective=none",
         )
         check(
             self.model.type_vocab_size >= 2,
-            f"model.type_vocab_size is {self.model.type_vocab_size}, and data.objective "
-            f"{self.data.objective} wants one for A and one for B; set data.objective=none",
+            f"model.type_vocab_size is {self.model.type_vocab_size}, but data.objective "
+            f"{self.data.objective} needs one for A and one for B; set data.objective=none",
         )
 
     def validate_phases(self) -> None:
@@ -448,8 +449,8 @@ class Config(DataConfig):
             check_steps(f"{name}.warmup_steps", phase.warmup_steps or 0)
             check(
                 phase.warmup_steps is None or phase.learning_rate is not None,
-                f"{name}.warmup_steps is given without a learning_rate, and only a new learning "
-                "rate has a warm-up; give both or neither",
+                f"{name}.warmup_steps is set without a learning_rate, but only a new learning "
+                "rate has a warm-up; set both or neither",
             )
         summed, shares = sum(phase.steps for phase in listed), [p.steps < 1 for p in listed]
         check(
@@ -458,13 +459,14 @@ class Config(DataConfig):
         )
         check(
             abs(summed - (1 if all(shares) else total)) < 1e-6,
-            f"the steps of train.phases add up to {summed:g}, and train.max_steps is {total}; give "
-            "shares that add up to 1, such as [{steps: 0.9}, {steps: 0.1}], or drop the phases "
-            "with train.phases=[]",
+            f"the steps of train.phases add up to {summed:g}, but train.max_steps is {total}; "
+            "give shares that add up to 1, such as [{steps: 0.9}, {steps: 0.1}], or drop the "
+            "phases with train.phases=[]",
         )
         check(
             total >= len(listed),
-            f"train.max_steps {total} is below 1 a phase; raise it, or set train.phases=[]",
+            f"train.max_steps {total} is less than one step per phase; raise it, or set "
+            "train.phases=[]",
         )
         for i, phase in enumerate(phases_of(self)):
             try:

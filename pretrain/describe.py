@@ -37,14 +37,14 @@ def describe_start(
         sequences = source.part_size(0) * source.n_parts
         print(
             f"step {phase.start:,} to {phase.end:,}: {size:,} sequences of at most "
-            f"{phase.data.max_seq_length} tokens a step = {processes} x {passes} passes of at most "
-            f"{largest_pass(size, most, processes)}; {sequences:,} an epoch, "
+            f"{phase.data.max_seq_length} tokens per step = {processes} x {passes} passes of at "
+            f"most {largest_pass(size, most, processes)}; {sequences:,} per epoch, "
             f"{(phase.end - phase.start) * size / sequences:,.1f} epochs"
         )
     phase = phase_at(phases, start)
     example = (start - phase.start) * phase.train.global_batch_size
     batch = sources[phases.index(phase)].batch(example, 1)
-    print("a sequence as the model sees it, with what it has to predict in parentheses:")
+    print("a sequence as the model sees it, with the tokens to predict in parentheses:")
     print("    " + show_sequence(batch, sources[0].store.vocabulary, config.data.objective))
 
 
@@ -138,8 +138,8 @@ def say_quality(metrics: dict[str, float]) -> str:
         compared = "better" if loss < entropy else "worse"
         phrases.append(
             f"on held-out text {who} predicts masked tokens {abs(entropy - loss):.2f} nats "
-            f"{compared} than their frequencies alone do ({loss:.3f}, {entropy:.3f}) and "
-            f"{metrics['eval/mlm_accuracy']:.1%} of them right"
+            f"{compared} than token frequencies alone do ({loss:.3f}, {entropy:.3f}), and "
+            f"{metrics['eval/mlm_accuracy']:.1%} of them correctly"
         )
     if "eval/mlm_bits_per_byte" in metrics:
         phrases.append(f"its loss is {metrics['eval/mlm_bits_per_byte']:.3f} bits per byte of text")
@@ -150,15 +150,15 @@ def say_quality(metrics: dict[str, float]) -> str:
         )
     if "eval/nsp_accuracy" in metrics:
         phrases.append(
-            f"{metrics['eval/nsp_accuracy']:.1%} of the pairs are told right, where always the "
-            f"same answer has {metrics['eval/nsp_majority']:.1%}"
+            f"it classifies {metrics['eval/nsp_accuracy']:.1%} of the pairs correctly (always the "
+            f"same answer: {metrics['eval/nsp_majority']:.1%})"
         )
     if "eval/minimal_pairs" in metrics:
         phrases.append(
             f"it prefers the acceptable sentence in {metrics['eval/minimal_pairs']:.1%} of the "
-            f"minimal pairs, token frequencies in {metrics['eval/minimal_pairs_unigram']:.1%}"
+            f"minimal pairs (token frequencies alone: {metrics['eval/minimal_pairs_unigram']:.1%})"
         )
-    return "; ".join(phrases) or "no text is held out to measure the model by"
+    return "; ".join(phrases) or "no text is held out to evaluate the model on"
 
 
 def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str, float]) -> None:
@@ -170,14 +170,17 @@ def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str,
     print(say_quality({name: value for name, value in evaluation.items() if value is not None}))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {
-        run_dir / "export": "the model, for transformers: from_pretrained of this folder",
+        run_dir / "export": "the model; load it with from_pretrained of transformers",
         run_dir / "metrics.jsonl": "the record: losses, accuracies and speed by step",
-        run_dir / "report.html": "the page of the run: where it stands, and its curves",
+        run_dir / "report.html": "the page of the run: its state and its curves",
         run_dir
-        / "checkpoints": f"{len(checkpoints)} to go on from, the last {checkpoints[-1].name}",
+        / "checkpoints": f"{len(checkpoints)} to resume from, the newest {checkpoints[-1].name}",
     }
     width = max(len(str(path)) for path in rows)
     for path, what in rows.items():
         if path.exists():
             print(f"  {path!s:{width}}  {what}")
-    print("more steps: the same command with a larger train.max_steps, which says what it needs")
+    print(
+        "for more steps, run the same command with a larger train.max_steps; it says what else is "
+        "needed"
+    )

@@ -210,7 +210,7 @@ def build_held_out(
                 accelerator,
             )
         except UserError as error:
-            by = " by single segments" * single
+            by = " on single segments" * single
             accelerator.print(red(f"warning: no evaluation at length {length}{by}: {error}"))
     return found
 

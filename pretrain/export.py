@@ -1,4 +1,4 @@
-"""Write a checkpoint as a folder that transformers' classes of its family load.
+"""Write a checkpoint as a folder that the classes of transformers can load.
 
 `python -m pretrain.export CHECKPOINT_OR_RUN_DIR OUT_DIR` exports any checkpoint, on a CPU. The
 export is read back and compared with the model before OUT_DIR changes.
@@ -67,7 +67,7 @@ def export(
     with atomic_folder(stage) as folder:
         for name in TOKENIZER_FILES:
             shutil.copyfile(vocab_dir / name, folder / name)  # which may be read-only
-        settings = read_json(folder / "tokenizer_config.json", dict, "put a sound copy back")
+        settings = read_json(folder / "tokenizer_config.json", dict, "put an intact copy back")
         settings["model_max_length"] = model.config.max_position_embeddings
         if model.config.type_vocab_size == 1:  # a second segment would have a type of its own
             settings["model_input_names"] = ["input_ids", "attention_mask"]
@@ -120,7 +120,7 @@ def enclose_pairs(folder: Path) -> None:
     """Make the `tokenizer.json` of a folder build pairs as training did, [CLS] A [SEP] B [SEP] with
     types 0 and 1; RoBERTa's tokenizers put two [SEP] between A and B, and have no types."""
     vocabulary, path = read_vocabulary(folder), folder / "tokenizer.json"
-    tokenizer = read_json(path, dict, "put a sound copy back")
+    tokenizer = read_json(path, dict, "put an intact copy back")
 
     def special(name: str, segment: int) -> dict:
         return {"SpecialToken": {"id": vocabulary.pieces[vocabulary[name]], "type_id": segment}}
@@ -169,7 +169,7 @@ def export_checkpoint(
         settle_embeddings(model)
     trained = known_positions(config, state)
     resize_positions(model, trained, positions or trained)
-    shape, advice = {"do_lower_case": bool}, "put a sound copy back"
+    shape, advice = {"do_lower_case": bool}, "put an intact copy back"
     lowercase = read_json(vocab_dir / "tokenizer_config.json", shape, advice)["do_lower_case"]
     manifest = find_manifest(config, fingerprint["data_sha256"])
     origin = {name: fingerprint[name] for name in ("vocab_sha256", "data_sha256")}
@@ -193,8 +193,8 @@ def check_size(checkpoint: Path, config: Config, pieces: int) -> None:
     number = count_parameters(config.model, pieces, config.data.objective)
     check(
         4 * number <= weights.stat().st_size,
-        f"{checkpoint.parent.parent / 'config.yaml'} is of a model of {number:,} parameters, and "
-        f"{weights} has fewer; put a sound copy of config.yaml back",
+        f"{checkpoint.parent.parent / 'config.yaml'} describes a model of {number:,} parameters, "
+        f"but {weights} has fewer; put an intact copy of config.yaml back",
     )
 
 
@@ -216,9 +216,9 @@ def push(out_dir: Path, repo_id: str, private: bool) -> str:
             api.upload_folder(repo_id=url.repo_id, folder_path=out_dir, allow_patterns=files)
     except Exception as error:  # network, hub or name
         raise UserError(
-            f"{out_dir} is exported and not pushed to {repo_id}: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. "
-            "Log in with `hf auth login`, check the name, and run the same command again"
+            f"{out_dir} is exported, but not pushed to {repo_id}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Log in with `hf auth login`, check the name, and run the "
+            "same command again"
         ) from None
     check(not is_public, f"{repo_id} exists and is public, so nothing is pushed; make it private")
     return str(url)
@@ -228,14 +228,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain.export", description=__doc__)
     parser.add_argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)"
+    )
     parser.add_argument(
         "--positions",
         type=int,
         metavar="N",
-        help="longest sequence that the model accepts; beyond the trained length, which is the "
-        "default, positions continue the trained ones; a model of init_from has all that it began "
-        "with",
+        help=(
+            "longest sequence that the exported model accepts (default: the trained length, or "
+            "with init_from that of the initial model); further positions continue the trained "
+            "ones"
+        ),
     )
     parser.add_argument(
         "--pytorch-bin",
@@ -245,22 +249,24 @@ def main() -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace any files with the names of exported ones; others stay",
+        help="replace existing files that have the names of exported ones, and no others",
     )
-    parser.add_argument("--push", metavar="REPO_ID", help="upload the export to the hub")
-    parser.add_argument("--private", action="store_true", help="push to a private repository")
+    parser.add_argument(
+        "--push", metavar="REPO_ID", help="upload the export to this repository of the hub"
+    )
+    parser.add_argument("--private", action="store_true", help="make the repository private")
     args = parser.parse_args()
     if args.private and not args.push:
         parser.error("--private needs --push REPO_ID")
     if args.positions is not None and args.positions < 8:
-        parser.error("--positions needs 8 or more, as data.max_seq_length does")
+        parser.error("--positions must be at least 8, like data.max_seq_length")
     checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
     check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():
         checkpoint = newest_checkpoint(checkpoint / "checkpoints")
         check(
             checkpoint is not None,
-            f"{args.source} has no sound checkpoint; put a sound copy of one back",
+            f"{args.source} has no intact checkpoint; put an intact copy of one back",
         )
     elif not checkpoint.exists():
         raise UserError(
@@ -268,7 +274,7 @@ def main() -> None:
         )
     elif fault := find_fault(checkpoint):
         raise UserError(
-            f"{checkpoint} is neither a run folder nor a sound checkpoint ({fault}); give a "
+            f"{checkpoint} is neither a run folder nor an intact checkpoint ({fault}); give a "
             "run_dir or one of its checkpoints/step-*"
         )
     config = read_run_config(checkpoint.parent.parent)

@@ -29,7 +29,7 @@ def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: boo
     name of an exported one may be replaced. Raises `UserError`.
     """
     lost = out_dir.is_symlink() and not out_dir.exists()
-    check(not lost, f"{out_dir} is a link to what is not there; restore that, or remove the link")
+    check(not lost, f"{out_dir} is a broken link; restore its target, or remove the link")
     if not out_dir.exists():
         return
     if (out_dir / GENERATOR).exists():
@@ -47,16 +47,16 @@ def check_export_folder(out_dir: Path, overwrite: bool = False, pytorch_bin: boo
     markers = [read_marker(folder) for folder in (out_dir, out_dir / STAGE)]
     check(
         any(markers),
-        f"{out_dir} holds {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}, and no "
+        f"{out_dir} holds {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}, but no "
         f"{MARKER} says that an export wrote it; choose another OUT_DIR, or let python -m "
-        f"pretrain.export --overwrite replace {', '.join(names)} there and keep all else",
+        f"pretrain.export --overwrite replace {', '.join(names)} there and keep everything else",
     )
     for name in sorted({*names} & {*found} - {MARKER}):
         written = [marker[name] for marker in markers if name in marker]
         check(
             hash_file(out_dir / name) in written,
-            f"{out_dir / name} {'was changed since' if written else 'is not of'} the export that "
-            f"{MARKER} lists; move it away, choose another OUT_DIR, or let python -m "
+            f"{out_dir / name} {'was changed since' if written else 'is not part of'} the export "
+            f"that {MARKER} lists; move it away, choose another OUT_DIR, or let python -m "
             "pretrain.export --overwrite replace it",
         )
 
@@ -106,7 +106,7 @@ def move_files(stage: Path, out_dir: Path) -> None:
             os.replace(path, out_dir / path.name)
         except OSError as error:
             raise UserError(
-                f"{out_dir / path.name} could not be replaced ({error.strerror}); files of two "
-                f"exports lie in {out_dir} now, each of them whole: run the same command again"
+                f"{out_dir / path.name} could not be replaced ({error.strerror}); {out_dir} now "
+                "holds files of two exports, each of them complete: run the same command again"
             ) from None
     stage.rmdir()

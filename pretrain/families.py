@@ -316,24 +316,24 @@ def check_computable(settings: Mapping[str, Any], path: Path | str) -> None:
     """
     check(
         not settings.get("is_decoder"),
-        f"{path}: is_decoder is true, which makes attention causal; models here read both "
-        "sides, so give one without it",
+        f"{path}: is_decoder is true, which makes attention causal; models here read both sides, "
+        "so give a model without it",
     )
     check(
         settings.get("inner_group_num") in (None, 1),
-        f"{path}: inner_group_num is {settings.get('inner_group_num')}, and a group has one layer "
+        f"{path}: inner_group_num is {settings.get('inner_group_num')}, but a group has one layer "
         "here; give a model with 1, as all published ones have",
     )
     positions = settings.get("position_embedding_type")
     check(
         positions in (None, "absolute"),
-        f"{path}: position_embedding_type is {positions}, and only absolute is computed here; "
-        "transformers 5 dropped the others, and loads such a folder without its distance "
-        "embeddings and without a word about it",
+        f"{path}: position_embedding_type is {positions}, but only absolute is supported here; "
+        "transformers 5 dropped the others, and silently loads such a folder without its distance "
+        "embeddings",
     )
     check(
         settings.get("tie_word_embeddings") is not False,
-        f"{path}: tie_word_embeddings is false, and the decoder is the matrix of word embeddings "
+        f"{path}: tie_word_embeddings is false, but the decoder is the matrix of word embeddings "
         "here; give a model whose decoder is tied",
     )
     for name, what in (
@@ -341,4 +341,4 @@ def check_computable(settings: Mapping[str, Any], path: Path | str) -> None:
         ("auto_map", "computed by its own code"),
     ):
         given = settings.get(name) is not None
-        check(not given, f"{path}: {name} says that it is {what}; give one that is not")
+        check(not given, f"{path}: {name} says that the model is {what}; give one that is not")

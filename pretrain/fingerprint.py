@@ -23,9 +23,9 @@ SCHEMA = 5
 """Schema 1, of version 0.1.0, held every field of the config. Runs of all earlier ones drew their
 data by other rules."""
 OTHERS = {  # description of hashes that differ
-    "data_sha256": "the data are others (data_sha256)",
-    "vocab_sha256": "the vocabulary is another (vocab_sha256)",
-    "init_from_sha256": "init_from is another folder, or has other weights (init_from_sha256)",
+    "data_sha256": "the data differ (data_sha256)",
+    "vocab_sha256": "the vocabulary differs (vocab_sha256)",
+    "init_from_sha256": "the weights of init_from differ (init_from_sha256)",
 }
 MODEL = ("architecture", *SETTINGS, *SHARED, "generator_size")
 DATA = ("objective", "masking", "mask_replace_prob", "random_replace_prob")
@@ -94,7 +94,7 @@ def read_fingerprint(state: dict) -> dict:
         raise UserError(f"the fingerprint of the checkpoint is damaged: {error!r}") from None
     if newest > SCHEMA:
         raise UserError(
-            f"the checkpoint has schema {saved['schema']}, and this version reads 1 to {SCHEMA}; "
+            f"the checkpoint has schema {saved['schema']}, but this version reads 1 to {SCHEMA}; "
             "use the version of bert-pretrain that wrote it, or a later one"
         )
     defaults = build_fingerprint(Config(), "", "", "fp32")
@@ -144,31 +144,38 @@ def check_fingerprint(
     changed += list_begun(saved["phases"], wanted["phases"], step)
     before, after = saved["phases"][-1]["end"], wanted["phases"][-1]["end"]
     if after < step:
-        changed.append(f"the run has done {step:,} steps, and train.max_steps is {after:,}")
-    advice = "Choose another run_dir, or restore these values to go on"
+        changed.append(f"the run has done {step:,} steps, but train.max_steps is {after:,}")
+    advice = "Choose another run_dir, or restore these values to resume"
     starts, others = ([phase["start"] for phase in f["phases"]] for f in (saved, wanted))
     if changed and len(starts) == len(others) and starts != others and starts[-1] < after:
         sizes = " and ".join(f"{b - a:,}" for a, b in pairwise([*starts, after]))  # shares move
-        advice += f", or give the steps of train.phases as numbers that keep them, such as {sizes}"
+        advice += (
+            ", or give the steps of train.phases as numbers that keep the phases in place, such "
+            f"as {sizes}"
+        )
         if before != after and not extend:
             advice += ", with train.extend=true"
     moved = not changed and not same_rates(saved, wanted, step)
     if moved and not extend:
         changed += list_lengths(saved["phases"], wanted["phases"])
-        advice += ", or set train.extend=true to go on with the learning rate of the new schedule"
+        advice += (
+            ", or set train.extend=true to continue with the learning rate of the new schedule"
+        )
     if changed:
-        raise UserError(f"{run_dir} is the run of another config: {'; '.join(changed)}. {advice}")
+        raise UserError(
+            f"{run_dir} holds a run with a different config: {'; '.join(changed)}. {advice}"
+        )
     lines = []
     if moved or before != after:
         was, now = rate_at(saved, step), rate_at(wanted, step)
         lines.append(
-            f"from step {step:,} to {after:,} in place of {before:,}: the learning rate goes on at "
-            f"{now:.3g}, it would have been {was:.3g}"
+            f"from step {step:,} to {after:,} instead of {before:,}: the learning rate continues "
+            f"at {now:.3g} instead of {was:.3g}"
         )
     if saved["schema"] < SCHEMA and step:
         lines.append(
-            f"an earlier version began this run: from step {step:,} on its pairs, masks, dropout "
-            "and the data of phases after the first are drawn by the rules of this version"
+            f"an earlier version started this run: from step {step:,} on, its pairs, masks, "
+            "dropout and the data of phases after the first follow the rules of this version"
         )
     return lines
 
@@ -179,7 +186,7 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
     for i, phase in enumerate(saved[:begun]):
         name = f"phase {i}: " if len(saved) > 1 else ""
         if i >= len(wanted):
-            yield f"{name}it is gone"
+            yield f"{name}it was removed"
             continue
         sections = {key: f"data.{key}" for key in PHASE_DATA}
         sections |= {key: f"train.{key}" for key in PHASE_TRAIN}
@@ -189,7 +196,7 @@ def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str
     for i, phase in enumerate(wanted[begun:], begun):
         if phase["start"] < step:
             yield (
-                f"phase {i}: it is new, and would have begun at step {phase['start']:,} of the "
+                f"phase {i}: it is new, but would have begun at step {phase['start']:,} of the "
                 f"{step:,} that are done"
             )
 
@@ -205,7 +212,7 @@ def list_lengths(saved: list[dict], wanted: list[dict]) -> list[str]:
         for name in LENGTHS
         if old[name] != new[name]
     ]
-    return differences or ["the steps of its phases were others"]
+    return differences or ["the steps of its phases were different"]
 
 
 def rate_at(fingerprint: dict, step: int) -> float:

@@ -23,7 +23,7 @@ from pretrain.families import read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.electra import GENERATOR
 
-ADVICE = "put a sound copy there"
+ADVICE = "put an intact copy there"
 LFS = b"version https://git-lfs"  # start of the stub for a large file in a clone without Git LFS
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that exists is used
 HEADS = ("mlm.", "pooler.", "nsp.", "rtd.")  # a folder may lack them
@@ -48,7 +48,7 @@ def start_from(
     folder, lines, new_heads = Path(folder).expanduser(), [], []
     for name, part in reversed(model.parts().items()):  # shared embeddings come from the first
         if name and not (folder / name).is_dir():
-            lines.append(f"no {folder / name}, so the {name} starts anew")
+            lines.append(f"no {folder / name}, so the {name} starts at random")
         else:
             # RoBERTa counts positions from the id of padding
             others = ("pad_token_id",) if part.config.family.counts_from_pad else ()
@@ -74,8 +74,8 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
     missing = [names[name] for name in state if names[name] not in weights and name not in fresh]
     check(
         not missing,
-        f"init_from {folder} lacks {' and '.join(missing[:2])}; leave out the sizes in the section "
-        "model, which the folder sets, or give another folder",
+        f"init_from {folder} lacks {' and '.join(missing[:2])}; remove the sizes from the section "
+        "model, since the folder sets them, or give another folder",
     )
     words = weights[names["embeddings.word.weight"]]
     own = read_pieces(folder)
@@ -95,8 +95,8 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
         is_carried = name in PER_PIECE and sources is not None  # row by row, from as many as it has
         check(
             value.shape[is_carried:] == ours.shape[is_carried:],
-            f"init_from {folder} has {names[name]} of {size_of(value)}, and the config makes it "
-            f"{size_of(ours)}; leave out the sizes in the section model, which the folder sets",
+            f"init_from {folder} has {names[name]} of {size_of(value)}, but the config makes it "
+            f"{size_of(ours)}; remove the sizes from the section model, since the folder sets them",
         )
         ours.copy_(carry_rows(value, sources, ours) if is_carried else value)
     check_tied(weights, words, folder)
@@ -110,13 +110,13 @@ def describe(
     """Describe in a line what was used from a folder and what not."""
     line = f"starts from {folder}"
     if new_heads:
-        line += f"; not in it, so they start anew: {', '.join(new_heads)}"
+        line += f"; not in it and started at random: {', '.join(new_heads)}"
     unused = [name for name in unused if not TIED.search(name)]
     if unused:
-        line += f"; not taken: {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}"
+        line += f"; not used: {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}"
     if sources is not None:
         kept, new = sum(len(s) == 1 for s in sources), sum(len(s) > 1 for s in sources)
-        line += f"; of its vocabulary {kept:,} pieces, and {new:,} new ones as means of theirs"
+        line += f"; {kept:,} pieces of its vocabulary, and {new:,} new ones as means of these"
         if unknown := len(sources) - kept - new:
             line += f"; {unknown:,} start at random"
     return line
@@ -136,7 +136,7 @@ def list_weights(folder: Path) -> list[Path]:
     """
     check(
         folder.is_dir(),
-        f"init_from {folder} is no folder; download a model of a hub into one, and give that",
+        f"init_from {folder} is not a folder; download a model from a hub into one, and give that",
     )
     for name in WEIGHTS:
         if (folder / name).exists():
@@ -175,21 +175,21 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             if path.suffix == ".safetensors":
                 weights |= load_file(path)
             else:
-                check(not is_packed(path), "it is compressed, as torch writes no file")
+                check(not is_packed(path), "it is compressed, as torch never writes files")
                 weights |= torch.load(path, weights_only=True, map_location="cpu")
         except Exception as error:  # of many kinds: somebody else wrote the file
             reason = " ".join(str(error).split())[:150]
             with open(path, "rb") as file:
                 if file.read(len(LFS)) == LFS:
-                    reason = "a pointer of Git LFS; fetch the file itself, as git lfs pull does"
+                    reason = "a pointer of Git LFS; fetch the file itself with git lfs pull"
             if reason.startswith("Weights only load failed"):  # and goes on with how to run it
-                reason = "a pickle of more than tensors, which could run code"
-            raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None
+                reason = "a pickle that holds more than tensors, and could run code"
+            raise UserError(f"{path} is damaged, or not a file of weights: {reason}") from None
     for name, value in weights.items():
         is_sound = isinstance(name, str) and isinstance(value, Tensor) and value.nbytes <= size
         if is_sound and value.dtype in FLOATS:
             is_sound = value.isfinite().all()
-        check(is_sound, f"init_from {folder}: {name} is no tensor of finite numbers; {ADVICE}")
+        check(is_sound, f"init_from {folder}: {name} is not a tensor of finite numbers; {ADVICE}")
     return weights
 
 
@@ -226,10 +226,10 @@ def check_same(folder: Path, config: ModelConfig, names: tuple[str, ...]) -> Non
     found = read_hf_config(read_settings(folder), path) if path.exists() else {}
     for name in names:
         value, ours = found.get(name), getattr(config, name)
-        advice = f"leave out model.{name}, which the folder sets"
+        advice = f"remove model.{name}, since the folder sets it"
         if folder.name == GENERATOR:
-            advice = "move this folder away, so that a generator of its own starts anew"
-        check(value in (None, ours), f"{path}: {name} is {value}, and here it is {ours}; {advice}")
+            advice = "move this folder away, so that a new generator starts at random"
+        check(value in (None, ours), f"{path}: {name} is {value}, but {ours} in this run; {advice}")
 
 
 def check_tied(weights: dict[str, Tensor], words: Tensor, folder: Path) -> None:
@@ -237,7 +237,7 @@ def check_tied(weights: dict[str, Tensor], words: Tensor, folder: Path) -> None:
     for name, tensor in weights.items():
         check(
             not TIED.search(name) or name.endswith("bias") or torch.equal(tensor, words),
-            f"init_from {folder}: {name} is not the matrix of word embeddings, as it is in models "
+            f"init_from {folder}: {name} is not the matrix of word embeddings, as it has to be "
             "here; give a model whose decoder is tied",
         )
 
@@ -276,8 +276,8 @@ def find_sources(
     is_padded = 0 < padding < 128 and rows % 8 == 0
     check(
         padding == 0 or is_padded and not (folder / "added_tokens.json").exists(),
-        f"init_from {folder} has {rows:,} word embeddings, and "
-        f"{'its' if old else 'it has no vocabulary, and the'} vocabulary "
+        f"init_from {folder} has {rows:,} word embeddings, but "
+        f"{'its' if old else 'no vocabulary, and the'} vocabulary "
         f"{'has' if old else 'of the run'} {len(old or new):,} pieces; give a folder whose files "
         "belong together",
     )

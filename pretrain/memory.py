@@ -71,6 +71,6 @@ def explain_out_of_memory() -> Iterator[None]:
         wanted = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         raise UserError(
             f"out of memory{f' at a tensor of {wanted[1]}' if wanted else ''}; lower "
-            "train.micro_batch_size, that of a phase too, or set train.gradient_checkpointing=true,"
-            " and run the same command again: the results stay the same"
+            "train.micro_batch_size, also in a phase, or set train.gradient_checkpointing=true, "
+            "and run the same command again: the results stay the same"
         ) from None

@@ -59,7 +59,9 @@ class Monitor:
         self.late_for_pairs = first + min((end - first) // 2, train.warmup_steps + 5000)
         share = counts[unknown] / counts.sum()
         if share > MUCH_UNKNOWN:
-            self.warn("unknown", f"[UNK] is {share:.0%} of the training tokens; check vocab")
+            self.warn(
+                "unknown", f"{share:.0%} of the training tokens are [UNK]; check the section vocab"
+            )
 
     def warn(self, kind: str, line: str) -> None:
         """Log a warning, once for each kind."""
@@ -76,12 +78,14 @@ class Monitor:
         if not math.isfinite(norm):
             state["skipped"] += 1
             state["in_a_row"] += 1
-            self.warn("skipped", f"the gradient of step {step:,} is {norm}; it is skipped")
+            self.warn("skipped", f"the gradient of step {step:,} is {norm}; the step is skipped")
             return False
         state["in_a_row"] = 0
         if len(norms) == RECENT and norm > EXPLODING * (usual := statistics.median(norms)):
-            line = f"the gradient of step {step:,} has norm {norm:.3g}, the median is {usual:.3g}"
-            self.warn("exploding", f"{line}; does train.learning_rate suit?")
+            line = (
+                f"the gradient of step {step:,} has norm {norm:.3g}, but the median is {usual:.3g}"
+            )
+            self.warn("exploding", f"{line}; train.learning_rate may be too high")
         state["norms"] = [*norms, norm][-RECENT:]
         return True
 
@@ -105,8 +109,8 @@ class Monitor:
         if len(losses) == RECENT and loss > (usual := statistics.median(losses)) + SPIKE:
             state["above"] += 1
             if loss > EXPLODING * usual:
-                line = f"the MLM loss of one step is {loss:.3g}, the median is {usual:.3g}"
-                self.warn("outlier", f"{line}; is a passage of the text no text?")
+                line = f"the MLM loss of one step is {loss:.3g}, but the median is {usual:.3g}"
+                self.warn("outlier", f"{line}; some of its text may not be text")
         elif math.isfinite(loss):
             state |= {"losses": [*losses, loss][-RECENT:], "above": 0}
         return state["above"] == SPIKE_STEPS
@@ -127,8 +131,8 @@ class Monitor:
     def note_rollback(self, done: int, to: str) -> None:
         """Log and count a return to the weights of checkpoint `to`."""
         self.log_line(
-            f"warning: {self.explain_spike(done)}; the run goes on with the weights of {to}, and "
-            "the steps since then are passed over"
+            f"warning: {self.explain_spike(done)}; the run continues with the weights of {to} and "
+            "skips the data since then"
         )
         rollbacks = self.state["rollbacks"] + 1
         self.state |= {
@@ -163,13 +167,16 @@ class Monitor:
         if math.isfinite(loss):  # else all steps since the last line were skipped
             self.state["loss"] = loss
         if self.is_reached(self.late, done) and loss > self.entropy - PLATEAU:
-            line = f"after {done:,} steps the MLM loss is {loss:.3f}, no context is used yet"
+            line = (
+                f"after {done:,} steps the MLM loss is {loss:.3f}, so the model does not use "
+                "context yet"
+            )
             beside = f"unigram entropy of the training text {self.entropy:.3f}"
             self.warn("plateau", f"{line} ({beside})")
         # two standard errors of a coin toss; few pairs cannot show a difference
         two_sigma = 1 / math.sqrt(pairs) if pairs >= FEWEST_PAIRS else -math.inf
         if self.is_reached(self.late_for_pairs, done) and right < 0.5 + two_sigma:
-            beside = f"is {right:.3f}, that of guessing"
+            beside = f"is {right:.3f}, no better than guessing"
             self.warn("nsp", f"after {done:,} steps the accuracy on pairs {beside}")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         counts = {"skipped_steps": self.state["skipped"], "rollbacks": self.state["rollbacks"]}
@@ -182,8 +189,8 @@ class Monitor:
     def explain_skips(self, step: int, run_dir: Path) -> str:
         """Return the error message to stop with after `MOST_SKIPPED` skips, the last at `step`."""
         return (
-            f"the gradients of {MOST_SKIPPED} steps in a row are not finite, the last is step "
-            f"{step:,} ({run_dir / 'metrics.jsonl'} has the examples of each); the last good "
+            f"the gradients of {MOST_SKIPPED} steps in a row are not finite, the last that of "
+            f"step {step:,} ({run_dir / 'metrics.jsonl'} has the examples of each); the last good "
             f"checkpoint is {last_good(run_dir / 'checkpoints') or 'none'}. Lower "
             "train.learning_rate or lengthen train.warmup_steps, in another run_dir"
         )
@@ -199,7 +206,7 @@ class Monitor:
         if loss <= DIVERGED * self.guessing:
             return ""
         return (
-            f"the run has diverged: its MLM loss is {loss:,.6g} nats, and guessing each token "
-            f"alike has {self.guessing:.3g}; no export is written. Lower train.learning_rate or "
-            "lengthen train.warmup_steps, in another run_dir"
+            f"the run has diverged: its MLM loss is {loss:,.6g} nats, but a uniform guess has "
+            f"{self.guessing:.3g}; no export is written. Lower train.learning_rate or lengthen "
+            "train.warmup_steps, in another run_dir"
         )

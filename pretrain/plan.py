@@ -74,7 +74,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     weights, embeddings, encoder = map(count_weights, (model, model.embeddings, model.layers))
     rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
     for name, part in list(model.parts().items())[1:]:
-        rows["parameters"] += f"; {name} {count_weights(part):,} with the same embeddings"
+        rows["parameters"] += f"; {name} {count_weights(part):,}, sharing the embeddings"
     total, fed, unusual = 0.0, [], []
     for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
@@ -86,7 +86,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         fed.append(phase.data.max_seq_length * min(phase.train.micro_batch_size, size))  # at most
         rows[f"phase {i}" if len(phases) > 1 else "the run"] = (
             f"{steps:,} steps of {size:,} sequences, {of_what}; "
-            f"{operations / len(sample.input_ids):.3g} FLOPs a token"
+            f"{operations / len(sample.input_ids):.3g} FLOPs per token"
         )
         is_given = counts is None or config.init_from or config.vocab.path
         of_words = None if is_given else counts[store.vocabulary.ordinary]
@@ -107,12 +107,16 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         rows["preparation"] = describe_preparation(assumed.preparation)
     rows |= {
         "operations": f"{total:.3g} FLOPs",
-        "memory of a device": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
+        "device memory": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
         f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
-        "disk": f"{mb(saved)} a checkpoint, {mb(all_saved)} for those that are kept and "
-        "one in work",
-        "time here": f"{say_duration(here)} in one process, tried at {speed / 1e12:.3g} TFLOPS on "
-        f"{accelerator.device.type}",
+        "disk": (
+            f"{mb(saved)} per checkpoint, {mb(all_saved)} for all that are kept and one being "
+            "written"
+        ),
+        "time here": (
+            f"{say_duration(here)} in one process, measured at {speed / 1e12:.3g} TFLOPS on "
+            f"{accelerator.device.type}"
+        ),
     }
     for n in cards:
         rows[f"time on {n} {CARD}"] = estimate_time(
@@ -150,8 +154,8 @@ def describe_preparation(work: Preparation) -> str:
     """Describe the time and disk space of `python -m data_pipeline`."""
     cores = "1 core" if work.cores == 1 else f"{work.cores} cores"
     return (
-        f"about {say_duration(work.seconds)} on {cores} of this machine, estimated; the store "
-        f"{mb(work.store_bytes)}, up to {mb(work.most_bytes)} on disk while it works"
+        f"about {say_duration(work.seconds)} on {cores} of this machine, estimated; store "
+        f"{mb(work.store_bytes)}, up to {mb(work.most_bytes)} on disk during preparation"
     )
 
 
@@ -169,8 +173,8 @@ def estimate_time(operations: float, phases: list[Phase], cards: int, layers: in
     time = "under a minute" if seconds < 60 else f"about {say_duration(seconds)}"
     said = ", then ".join(f"{n:,}" for n, _ in groupby(passes))
     return (
-        f"{time}, estimated at {MFU:.0%} of peak; {said} {'pass' if said == '1' else 'passes'} a "
-        "step"
+        f"{time}, estimated at {MFU:.0%} of peak; {said} {'pass' if said == '1' else 'passes'} "
+        "per step"
     )
 
 
@@ -278,26 +282,29 @@ def list_unusual(
     """
     train, data = phase.train, phase.data
     if epochs > 40:
-        yield f"each sentence is seen {epochs:.0f} times; more text, or a smaller train.max_steps"
+        yield f"each sentence is seen {epochs:.0f} times; add text, or lower train.max_steps"
     if (size := tokens * train.global_batch_size) < 2048:
-        yield f"{size:,.0f} tokens a step are few; raise train.global_batch_size"
+        yield f"{size:,.0f} tokens per step are few; raise train.global_batch_size"
     if counts is not None and (few := float((counts < 50).mean())) > 0.5:
-        yield f"{few:.0%} of the pieces occur less than 50 times; lower vocab.size"
+        yield f"{few:.0%} of the pieces occur fewer than 50 times; lower vocab.size"
     if train.warmup_steps > train.max_steps / 5:
         yield f"the warm-up takes {train.warmup_steps / train.max_steps:.0%} of the run"
     low, high = USUAL_RATES.get(train.optimizer, (0, 1))
     if not low <= train.learning_rate <= high:
-        yield f"train.learning_rate {train.learning_rate:g} is not the usual {low:g} to {high:g}"
+        yield (
+            f"train.learning_rate {train.learning_rate:g} is outside the usual range of {low:g} "
+            f"to {high:g}"
+        )
     keeps_none = data.mask_replace_prob + data.random_replace_prob > 0.999
     if keeps_none and data.masking != "token" and inside > 0.2:
         yield (
-            "no token of a hidden word is kept, so a single [MASK] inside a word never occurs, and "
-            f"{inside:.0%} of the tokens are inside words; lower data.mask_replace_prob, or set "
-            "data.masking=token"
+            "no token of a masked word is kept, so a single [MASK] inside a word never occurs, "
+            f"but {inside:.0%} of the tokens are inside words; lower data.mask_replace_prob, or "
+            "set data.masking=token"
         )
     wanted, most = int(data.masked_lm_prob * data.max_seq_length), data.max_predictions_per_seq
     if most and most < wanted:
-        yield f"data.max_predictions_per_seq {most} cuts the {wanted} masks of a full sequence"
+        yield f"data.max_predictions_per_seq {most} is below the {wanted} masks of a full sequence"
 
 
 def check_learning(config: Config) -> None:
@@ -307,8 +314,8 @@ def check_learning(config: Config) -> None:
     """
     check(
         has_store(config),
-        f"--check learns from the prepared data, and there is no store at {config.data_dir}; make "
-        "one: python -m data_pipeline CONFIG",
+        f"--check needs prepared data, but there is no store at {config.data_dir}; make one: "
+        "python -m data_pipeline CONFIG",
     )
     phases = phases_of(config)
     accelerator = build_accelerator(config.train, phases)
@@ -335,25 +342,37 @@ def check_learning(config: Config) -> None:
         if not done and (without := [n for n, p in trained if p.grad is None or not p.grad.any()]):
             raise UserError(f"no gradient reaches {', '.join(without)}")
         if loss < OVERFIT_LOSS:
-            print(f"learned {SEQUENCES} sequences by heart: MLM loss {loss:.3f} at step {done}")
+            print(f"the model overfits {SEQUENCES} sequences: MLM loss {loss:.3f} at step {done}")
             return
         update(optimizers, top * min(1, (done + 1) / 20))
         zero_gradients(optimizers)
     raise UserError(
-        f"{SEQUENCES} sequences are not learned by heart: MLM loss {loss:.3f} after {STEPS} steps, "
-        f"not below {OVERFIT_LOSS}; try another train.learning_rate than {top:g}"
+        f"the model does not overfit {SEQUENCES} sequences: MLM loss {loss:.3f} after {STEPS} "
+        f"steps, not below {OVERFIT_LOSS}; try a train.learning_rate other than {top:g}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain.plan", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument("--check", action="store_true", help="learn one batch by heart instead")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     parser.add_argument(
-        "--tokens", type=float, metavar="N", help="of a corpus that is not prepared yet: 3.3e9"
+        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
     )
-    parser.add_argument("--cards", type=int, metavar="N", help=f"{CARD}s to estimate time for")
+    parser.add_argument(
+        "--check", action="store_true", help="overfit one batch instead of planning"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=float,
+        metavar="N",
+        help="size of a corpus that is not prepared yet, such as 3.3e9",
+    )
+    parser.add_argument(
+        "--cards",
+        type=int,
+        metavar="N",
+        help=f"number of {CARD}s to estimate the time for (default: 1 and 8)",
+    )
     args = parser.parse_intermixed_args()
     check(args.tokens is None or 1 <= args.tokens < inf, f"--tokens {args.tokens} is below 1")
     check(args.cards is None or args.cards >= 1, f"--cards {args.cards} is below 1")

@@ -197,7 +197,7 @@ def check_lengths(sentences: list[list[int]], vocabulary: Vocabulary, longest: i
     for ids in sentences:
         check(
             len(ids) <= longest,
-            f"{len(ids):,} tokens, and the model takes {longest:,}; shorten the sentence "
+            f"{len(ids):,} tokens, but the model takes {longest:,}; shorten the sentence "
             f"{' '.join(vocabulary.pieces[i] for i in ids[:8])} ...",
         )
 

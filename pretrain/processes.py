@@ -44,14 +44,14 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     asked_for_several = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
     if asked_for_several <= os.environ.keys() and not launched:
         raise UserError(
-            "accelerate launch was asked for several processes and started one, as it does with "
+            "accelerate launch was asked for several processes but started one, as it does with "
             "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "
             "CONFIG, or torchrun"
         )
     for plug_in in ("DEEPSPEED", "MEGATRON_LM"):
         check(
             not parse_flag_from_env(f"ACCELERATE_USE_{plug_in}"),
-            f"the launcher asks for {plug_in.lower()}, which is not supported; take DDP or FSDP2, "
+            f"the launcher asks for {plug_in.lower()}, which is not supported; use DDP or FSDP2, "
             "as configs/accelerate/gpu_8.yaml and fsdp_8.yaml do",
         )
     die_with_launcher()
@@ -75,7 +75,9 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     world_size = accelerator.num_processes
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != world_size:
-        raise UserError(f"the launcher was asked for {asked} processes, {world_size} run")
+        raise UserError(
+            f"the launcher was asked for {asked} processes, but {world_size} are running"
+        )
     sizes = [(one.train.global_batch_size, one.train.micro_batch_size) for one in phases]
     call_on_all(lambda: [count_passes(*pair, world_size) for pair in sizes])
     return accelerator
@@ -212,7 +214,7 @@ def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerato
         if differences:
             stop_all(
                 f"rank {rank} on {host} has a different config or data: {'; '.join(differences)}; "
-                "start all ranks with one config and the same data",
+                "start all ranks with the same config and data",
                 accelerator,
             )
     if len(ranks) > 1:

@@ -52,7 +52,7 @@ def load_export(folder: Path) -> PretrainingModel:
     pieces = len(read_vocabulary(folder))
     check(
         pieces == settings["vocab_size"],
-        f"{folder / 'vocab.txt'} has {pieces:,} pieces, and config.json says "
+        f"{folder / 'vocab.txt'} has {pieces:,} pieces, but config.json says "
         f"{settings['vocab_size']:,}; export the model again",
     )
     try:
@@ -60,7 +60,7 @@ def load_export(folder: Path) -> PretrainingModel:
     except (KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{folder / 'model.safetensors'} is not of the model in config.json: {reason}"
+            f"{folder / 'model.safetensors'} does not fit the model in config.json: {reason}"
         ) from None
 
 
@@ -69,7 +69,7 @@ def name_export(folder: Path) -> str:
     folder."""
     inner = folder / "export"
     if not folder.exists():
-        return "; a model of a hub has to be downloaded into a folder first"
+        return "; download a model from a hub into a folder first"
     return f"; {inner} is one" if (inner / "config.json").exists() else ""
 
 
@@ -86,7 +86,8 @@ def check_settings(folder: Path) -> None:
         number = count_parameters(model, pieces, "none")
         check(
             not weights.exists() or number <= weights.stat().st_size,
-            f"a model of {number:,} parameters, more than {weights} has bytes; export it again",
+            f"it describes a model of {number:,} parameters, but {weights} has fewer bytes; "
+            "export it again",
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -120,7 +121,7 @@ def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> N
     lacks = [name for name in ("cls", "sep", "pad") if getattr(tokenizer, f"{name}_token") is None]
     check(
         not lacks,
-        f"{folder}: its tokenizer has no {lacks[:1] and lacks[0]}_token, as encoders have; "
+        f"{folder}: its tokenizer has no {lacks[:1] and lacks[0]}_token, which encoders need; "
         "name it in tokenizer_config.json",
     )
     highest = max(chain.from_iterable(sequences), default=0)
@@ -128,7 +129,7 @@ def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> N
     if rows is not None and highest >= rows:
         raise UserError(
             f"{folder}: its tokenizer gives {tokenizer.convert_ids_to_tokens(highest)!r} the id "
-            f"{highest:,}, and the model has {rows:,} embeddings; export or copy it again"
+            f"{highest:,}, but the model has {rows:,} embeddings; export or copy it again"
         )
 
 

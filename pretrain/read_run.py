@@ -24,10 +24,13 @@ def read_run_config(run_dir: Path) -> Config:
     Ignores unknown keys and uses defaults for missing ones. Raises `UserError` if there is none.
     """
     path = run_dir / "config.yaml"
-    check(path.exists(), f"no {path}; export a checkpoint from its run folder, which holds it")
+    check(
+        path.exists(),
+        f"there is no {path}; export a checkpoint from its run folder, which holds that file",
+    )
     try:
         given = OmegaConf.to_container(read_yaml(path))
-        check(isinstance(given, dict) and given, f"{path} is empty, or no mapping of sections")
+        check(isinstance(given, dict) and given, f"{path} is empty, or not a mapping of sections")
         merged = OmegaConf.merge(OmegaConf.structured(Config), keep_known(given, Config))
         config = OmegaConf.to_object(merged)
         for section in (config.model, config.data, config.train, config.export):
@@ -68,7 +71,7 @@ def find_vocabulary(run_dir: Path, config: Config, sha256: str) -> Path:
         if missing:
             faults.append(f"{folder} has no {', '.join(missing)}")
         elif (found := hash_file(folder / "vocab.txt")) != sha256:
-            faults.append(f"{folder} holds another vocabulary, {found[:12]}")
+            faults.append(f"{folder} holds a different vocabulary, {found[:12]}")
         elif damaged := [name for name in known if hash_file(folder / name) != known[name]]:
             faults.append(f"{folder / damaged[0]} is damaged")
         else:

@@ -34,10 +34,10 @@ def copy_recipe(name: str, target: Path | None = None, overwrite: bool = False) 
     recipes = find_recipes()
     recipe = recipes.get(name.removesuffix(".yaml"))
     if recipe is None:
-        raise UserError(f"no recipe {name!r}; there are {', '.join(recipes)}")
+        raise UserError(f"no recipe {name!r}; choose from {', '.join(recipes)}")
     target = target or Path(recipe.name)
     if target.is_dir():
-        raise UserError(f"{target} is a folder; give the name of a file, {target / recipe.name}")
+        raise UserError(f"{target} is a folder; give a file name, such as {target / recipe.name}")
     if target.exists() and not overwrite:
         raise UserError(f"{target} exists; give another FILE, or replace it with --overwrite")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,8 +48,12 @@ def copy_recipe(name: str, target: Path | None = None, overwrite: bool = False) 
 def main(arguments: list[str]) -> None:
     """Run `python -m pretrain configs` with its arguments."""
     parser = argparse.ArgumentParser(prog="python -m pretrain configs", description=__doc__)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the recipe to copy; none: list")
-    parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help="default: NAME.yaml")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="recipe to copy (default: list all)"
+    )
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", type=Path, help="name of the copy (default: NAME.yaml)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     args = parser.parse_args(arguments)
     if args.name:

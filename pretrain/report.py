@@ -1,9 +1,9 @@
-"""Write the page of a run, or of several runs laid over each other: where they stand, their curves,
-and what the newest checkpoint knows of words.
+"""Write the page of a run, or one that compares several runs: their state, their curves, and the
+words that their newest checkpoints have learned.
 
 `python -m pretrain.report RUN_DIR [RUN_DIR ...] [--out FILE]` writes `report.html` to the run
-folder, as training does at each evaluation, or `compared.html` of several runs to the first. A page
-is drawn from the run folders alone.
+folder, as training does at each evaluation, or for several runs `compared.html` to the first of
+their folders. It reads nothing but the run folders.
 """
 
 import argparse
@@ -38,8 +38,8 @@ WARNINGS = {  # metric of the monitor -> what it says
     "monitor/spike": "the MLM loss was far above the usual one for several steps",
     "monitor/outlier": "the MLM loss of one step was ten times the usual one",
     "monitor/exploding": "a gradient norm was far above the usual one",
-    "monitor/plateau": "no context was used yet",
-    "monitor/nsp": "the accuracy on pairs was that of guessing",
+    "monitor/plateau": "the model did not use context yet",
+    "monitor/nsp": "the accuracy on pairs was no better than guessing",
     "monitor/unknown": "more than 5 % of the training tokens are [UNK]",
 }
 PAGES = ("report.html", "compared.html")  # of one run, and of several
@@ -57,7 +57,7 @@ def judge_run(run: RunRecord) -> tuple[str, str]:
     if next(evaluations, {"eval/mlm_loss": 0})["eval/mlm_loss"] is None:
         return "Broken", "the newest held-out loss is not a finite number"
     if not losses or not entropies:
-        return "Not evaluated yet", "there is no held-out loss to judge the run by"
+        return "Not evaluated yet", "there is no held-out loss yet"
     (_, entropy), (_, last) = entropies[-1], losses[-1]
     best_step, best = min(losses, key=lambda point: point[1])
     below = f"{abs(entropy - last):.2f} nats {'below' if last < entropy else 'above'} the unigram "
@@ -125,30 +125,30 @@ def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     add(
         "held-out loss, nats", "eval/mlm_loss", number, "eval/unigram_entropy", "without context {}"
     )
-    add("bits a byte of text", "eval/mlm_bits_per_byte", number)
+    add("bits per byte of text", "eval/mlm_bits_per_byte", number)
     add(
-        "masked tokens right",
+        "masked tokens correct",
         "eval/mlm_accuracy",
         share,
         "eval/unigram_accuracy",
         "always the same token {}",
     )
     add(
-        "pairs right",
+        "pairs correct",
         "eval/nsp_accuracy",
         share,
         "eval/nsp_by_shared_words",
         "by shared words alone {}",
     )
-    add("replaced tokens told, area under the curve", "eval/rtd_auc", number)
+    add("replaced tokens, area under the curve", "eval/rtd_auc", number)
     add(
-        "minimal pairs right",
+        "minimal pairs correct",
         "eval/minimal_pairs",
         share,
         "eval/minimal_pairs_unigram",
         "by token frequencies alone {}",
     )
-    add("tokens a second", "perf/tokens_per_second", "{:,.0f}")
+    add("tokens per second", "perf/tokens_per_second", "{:,.0f}")
     add("model FLOP utilization", "perf/mfu", share)
     return figures
 
@@ -176,7 +176,7 @@ def describe_model(config: Config) -> str:
     return (
         f"{model.num_hidden_layers} layers of width {model.hidden_size}; {train.optimizer} at "
         f"{train.learning_rate:g}; {train.global_batch_size:,} sequences of at most "
-        f"{data.max_seq_length} tokens a step; seed {config.seed}"
+        f"{data.max_seq_length} tokens per step; seed {config.seed}"
     )
 
 
@@ -206,7 +206,7 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
             runs,
             "nsp_accuracy",
             pairs,
-            "share of pairs told right",
+            "share of pairs classified correctly",
             {
                 "eval/nsp_by_shared_words": "by shared words alone",
                 "eval/nsp_majority": "always the same",
@@ -220,7 +220,7 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
         *draw_metrics(
             runs,
             "Minimal pairs",
-            "share whose good sentence is the likelier",
+            "share whose good sentence is likelier",
             probes,
             {UNIGRAM_PAIRS: "without context"},
             percent=True,
@@ -235,7 +235,7 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
             top=EXPLODED * statistics.median(norms or [1]),
         ),
         *draw_metrics(
-            runs, "Speed", "tokens a second", {"perf/tokens_per_second": ""}, from_zero=True
+            runs, "Speed", "tokens per second", {"perf/tokens_per_second": ""}, from_zero=True
         ),
         *draw_metrics(
             runs,
@@ -418,14 +418,17 @@ def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> None:
         write_report([run_dir], run_dir / "report.html")
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        log_line(f"warning: report.html is not written, the run goes on: {reason}")
+        log_line(f"warning: report.html was not written, the run continues: {reason}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pretrain.report", description=__doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+")
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="the page; default: report.html or compared.html"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="file to write (default: report.html or compared.html in the first run folder)",
     )
     args = parser.parse_args()
     out = args.out or args.run_dirs[0] / PAGES[len(args.run_dirs) > 1]

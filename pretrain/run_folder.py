@@ -92,7 +92,7 @@ def take_lock(run_dir: Path) -> TextIO:
             waits = True
             time.sleep(POLL)
         except OSError as error:  # some network file systems have no locks
-            print(f"{run_dir} cannot be locked ({error.strerror}): start no other run in it")
+            print(f"{run_dir} cannot be locked ({error.strerror}): do not start another run in it")
             break
     held[:] = [lock]
     lock.truncate(0)
@@ -138,8 +138,8 @@ def load_resume_state(
         was, now = state.get("micro_batch_size"), settings.micro_batch_size
         if was not in (None, now):
             accelerator.print(
-                f"train.micro_batch_size was {was}, is {now}: the same gradients, but for dropout, "
-                "which is drawn per pass"
+                f"train.micro_batch_size was {was}, is {now}: the gradients stay the same, except "
+                "for dropout, which is drawn per pass"
             )
     state.pop("contract", None)
     state |= {"fingerprint": fingerprint, "micro_batch_size": settings.micro_batch_size}
@@ -157,7 +157,7 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
     lost = "" if list_checkpoints(folder) + list_others(folder) else find_lost(run_dir)
     if lost and not restart:
         raise UserError(
-            f"{run_dir} holds {lost}, and no checkpoint: put its folder checkpoints back, or set "
+            f"{run_dir} holds {lost}, but no checkpoint: put its folder checkpoints back, or set "
             "train.restart=true to start at step 0, which moves that run to another folder"
         )
     if restart and (lost or list_checkpoints(folder) + list_others(folder)):
@@ -172,7 +172,9 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
             for name in ("wandb_id.txt", *RUN_FILES):
                 if (run_dir / name).exists():
                     (run_dir / name).rename(before / name)
-            print(f"train.restart: the run so far is in {before}, and a new one starts at step 0")
+            print(
+                f"train.restart: the earlier run is now in {before}, and a new one starts at step 0"
+            )
     return resume_checkpoint(folder)
 
 

@@ -33,7 +33,7 @@ class RunRecord:
         for name in ("metrics.jsonl", "config.yaml"):
             check(
                 (self.run_dir / name).exists(),
-                f"{self.run_dir} holds no {name}; give the run_dir of a run that has begun",
+                f"{self.run_dir} holds no {name}; give the run_dir of a run that has started",
             )
         self.name = self.run_dir.resolve().name
         self.config = read_run_config(self.run_dir)

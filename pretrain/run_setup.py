@@ -170,7 +170,7 @@ def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, l
         PartialState().print(
             red(
                 f"warning: {config.data_dir} was built with other settings than the config's "
-                f"({'; '.join(differences)}), and is taken as it is"
+                f"({'; '.join(differences)}); it is used as it is"
             )
         )
     for line in list_short(phases, sources):
@@ -197,8 +197,8 @@ def list_short(phases: list[Phase], sources: list[BatchSource]) -> list[str]:
         (phase.data.max_seq_length, one.longest) for phase, one in zip(phases, sources, strict=True)
     ]
     return [
-        f"no sequence of the first epoch has more than {longest} of {length} tokens, so the export "
-        "has positions for no more; lower max_seq_length, or have longer documents"
+        f"no sequence of the first epoch has more than {longest} of {length} tokens, so the "
+        "export will have no further positions; lower max_seq_length, or use longer documents"
         for length, longest in dict.fromkeys(lengths)
         if trained_positions(length, longest) < length
     ]
@@ -261,7 +261,7 @@ def start_at_neighbours(
 ) -> None:
     """Initialize the word embeddings of a new model from the neighbours of each token in its corpus
     (a collective call)."""
-    accelerator.print("starting the word embeddings from the neighbours of each token")
+    accelerator.print("initializing the word embeddings from the neighbours of each token")
     vectors = torch.zeros_like(model.embeddings.word.weight.detach(), device=accelerator.device)
     if accelerator.is_main_process:
         vectors = word_vectors(store, vectors.shape[1], accelerator.device)
@@ -279,7 +279,7 @@ def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator)
     pad = store.vocabulary["[PAD]"]
     check(
         config.model.pad_token_id == pad,
-        f"model.pad_token_id is {config.model.pad_token_id}, and [PAD] has id {pad} in the "
+        f"model.pad_token_id is {config.model.pad_token_id}, but [PAD] has id {pad} in the "
         f"vocabulary; set model.pad_token_id={pad}",
     )
     precision = accelerator.mixed_precision.replace("no", "fp32")

@@ -26,7 +26,7 @@ def asks_for_shards() -> bool:
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     check(
         not asked or os.environ.get("FSDP_VERSION") == "2",
-        "the launcher asks for FSDP, and not version 2; set fsdp_config: {fsdp_version: 2} in "
+        "the launcher asks for FSDP, but not for version 2; set fsdp_config: {fsdp_version: 2} in "
         "accelerate's config, as configs/accelerate/fsdp_8.yaml does",
     )
     return asked

@@ -1,8 +1,8 @@
 """Record the metrics of a run in `metrics.jsonl`, and report them to wandb:
 `python -m pretrain.tracking RUN_DIR [key=value ...]` sends a whole record to its wandb run.
 
-A run reports from a process of its own, which reads the record as it grows: whatever wandb waits
-for, training does not, and nothing is lost that the record has.
+During a run, a separate process reads the record as it grows and reports it. So training never
+waits for wandb, and whatever wandb misses can be sent again from the record.
 """
 
 import argparse
@@ -76,7 +76,7 @@ class Tracker:
             os.killpg(self.reporter.pid, signal.SIGKILL)
             self.reporter.wait()
             print(
-                f"warning: wandb has not taken the whole record in {PATIENCE} s; python -m "
+                f"warning: wandb did not receive the whole record within {PATIENCE} s; python -m "
                 f"pretrain.tracking {self.path.parent} sends it again"
             )
 
@@ -219,13 +219,13 @@ def main() -> None:
     config = load_config(Config, str(args.run_dir / "config.yaml"), args.overrides)
     check(
         config.tracking.wandb,
-        f"{args.run_dir / 'config.yaml'} names no project; add tracking.wandb=PROJECT",
+        f"{args.run_dir / 'config.yaml'} has no wandb project; add tracking.wandb=PROJECT",
     )
     record = args.run_dir / "metrics.jsonl"
     try:
         report(args.run_dir, config, follow(record) if args.follow else read_metrics(record))
     except Exception as error:  # of any kind: what wandb raises has no common class
-        line = f"wandb has not taken the record: {error}"
+        line = f"wandb did not receive the record: {error}"
         if not args.follow:
             raise UserError(line) from None
         print(

@@ -158,10 +158,10 @@ class Record:
         """Warn, once, if a checkpoint took longer to write than the launcher waits on a signal."""
         if seconds > self.patience:
             self.log_line(
-                f"the checkpoint took {say_duration(seconds)} to write, and the launcher kills the "
-                f"run {self.patience:g} s after a signal: the steps since the checkpoint before "
-                "would be lost. Start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT="
-                f"{math.ceil(3 * seconds)}"
+                f"the checkpoint took {say_duration(seconds)} to write, but the launcher kills "
+                f"the run {self.patience:g} s after a signal: the steps since the previous "
+                "checkpoint would be lost. Start it with "
+                f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(3 * seconds)}"
             )
             self.patience = math.inf
 
@@ -280,10 +280,10 @@ def answer_spike(run: Run, record: Record, done: int) -> None:
         return
     kept = f"the last good checkpoint is {good}"
     if not good:
-        kept = f"no good checkpoint of {2 * SPIKE_STEPS} or more steps before is kept"
+        kept = f"no good checkpoint is at least {2 * SPIKE_STEPS} steps old"
     stop_all(
         f"{monitor.explain_spike(done)}; {kept}. Lower train.learning_rate or lengthen "
-        "train.warmup_steps, in another run_dir, or go on with train.on_spike=warn",
+        "train.warmup_steps, in another run_dir, or continue with train.on_spike=warn",
         run.accelerator,
     )
 
@@ -382,7 +382,7 @@ def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
     if run.is_main:
         record.tracker.close()
         message = f"stopped at step {done:,} on {stop.name}; the checkpoint is {saved}; start the "
-        message += "same command again to go on"
+        message += "same command again to continue"
     leave_group(run)
     run.lock.close()
     raise Stopped(message)
@@ -468,8 +468,8 @@ def read_sums(state: dict, objectives: tuple) -> list[list[float]]:
     sums = state["running_sums"] or [[0.0] * ROW for _ in objectives]
     check(
         [len(row) for row in sums] == [ROW] * len(objectives),
-        f"running_sums of the checkpoint are {sums}, which are not {ROW} numbers of each of "
-        f"{len(objectives)} objectives; put a sound copy of the checkpoint back",
+        f"running_sums of the checkpoint are {sums}, not {ROW} numbers for each of "
+        f"{len(objectives)} objectives; put an intact copy of the checkpoint back",
     )
     return [[math.nan if number is None else number for number in row] for row in sums]
 

@@ -132,7 +132,7 @@ def explain_loss(ranks: dict[int, dict], silent: set[int], folder: Path) -> str:
     elif named := {rank for rank, state in ranks.items() if state["step"] < last}:
         what = f"is behind, and others wait for it in step {last:,}"
     else:
-        named, what = ranks.keys(), "does not go on"
+        named, what = ranks.keys(), "makes no progress"
     found = "; ".join(
         f"rank {rank} on {state['host']} (process {state['pid']}) {what}, last seen in step "
         f"{state['step']:,}{state['at']}"
@@ -140,9 +140,9 @@ def explain_loss(ranks: dict[int, dict], silent: set[int], folder: Path) -> str:
         if rank in named
     )
     return (
-        f"{found}. See the end of its output, dmesg on its host for memory, nvidia-smi for its "
-        f"GPU, and the stacks of the ranks that answer in {folder}; start the same command again "
-        "to go on from the last checkpoint"
+        f"{found}. See the end of its output, dmesg on its host for lack of memory, nvidia-smi "
+        f"for its GPU, and the stacks of the ranks that respond in {folder}; start the same "
+        "command again to resume from the last checkpoint"
     )
 
 

@@ -52,8 +52,8 @@ def check_memory(
     number = count_parameters(config, vocab_size, objective)
     check(
         4 * copies * number <= memory,
-        f"a model of {number:,} parameters takes at least {4 * copies * number / 1e9:,.1f} GB, and "
-        f"there are {memory / 1e9:,.1f} GB; make model.num_hidden_layers, model.hidden_size or the "
-        "vocabulary smaller, or take a larger machine",
+        f"a model of {number:,} parameters needs at least {4 * copies * number / 1e9:,.1f} GB of "
+        f"memory, but there are {memory / 1e9:,.1f} GB; reduce model.num_hidden_layers, "
+        "model.hidden_size or the vocabulary, or use a larger machine",
     )
     return number

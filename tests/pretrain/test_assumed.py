@@ -117,14 +117,14 @@ def test_the_trial_runs_on_the_made_up_store(prepared: Path, tmp_path: Path, cap
     plan.plan(config_of(prepared, tmp_path))
     found = table_of(capsys.readouterr().out)
     assert numbers(found["time here"])[1] > 0
-    assert numbers(found["memory of a device"])[-1] > 10  # MB: the scores of the head alone
+    assert numbers(found["device memory"])[-1] > 10  # MB: the scores of the head alone
 
 
 def test_a_plan_before_the_data_leaves_out_what_needs_real_words(
     prepared: Path, tmp_path: Path, no_trial, capsys
 ) -> None:
     plan.plan(config_of(prepared, tmp_path, "vocab.size=30522"))
-    assert "occur less than" not in capsys.readouterr().out
+    assert "occur fewer than" not in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------- the corpus
@@ -226,7 +226,7 @@ def test_what_is_not_files_is_not_fetched_for_a_plan(
     config = config_of(prepared, tmp_path, "corpus.files=null", f"corpus={{{source}}}")
     plan.plan(config)
     found = table_of(capsys.readouterr().out)
-    assert re.search("(python-docs|wikipedia) holds shows when", found["epochs unknown"])
+    assert re.search("(python-docs|wikipedia) is known only once", found["epochs unknown"])
     plan.plan(config, given=1e6)
     assert "epochs, each of about" in table_of(capsys.readouterr().out)["the run"]
 
@@ -313,10 +313,10 @@ def test_time_on_cards_is_told_with_the_passes_of_each(prepared: Path, tmp_path:
     two = phases_of(config_of(prepared, tmp_path, f"train.phases={phases}"))
     hour = 3600 * plan.MFU * plan.PEAK_FLOPS["H100"]
     assert plan.estimate_time(8 * hour, one, 1, 2) == (
-        "about 8 h, estimated at 40% of peak; 1 pass a step"
+        "about 8 h, estimated at 40% of peak; 1 pass per step"
     )
     assert "about 4 h, " in plan.estimate_time(8 * hour, two, 2, 2)
-    assert "1, then 2 passes a step" in plan.estimate_time(8 * hour, two, 2, 2)
+    assert "1, then 2 passes per step" in plan.estimate_time(8 * hour, two, 2, 2)
     assert "under a minute" in plan.estimate_time(hour / 100, one, 1, 2)
     assert "16 is too small for 17 processes" in plan.estimate_time(8 * hour, one, 17, 2)
 

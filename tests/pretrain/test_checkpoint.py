@@ -152,7 +152,7 @@ def test_a_run_whose_checkpoints_are_gone_stops_and_changes_nothing(
     before = without_locks(run_dir)
     for prepare_folder in (lambda: None, (run_dir / "checkpoints").mkdir):  # empty: no better
         prepare_folder()
-        with pytest.raises(UserError, match=f"holds {told}, and no checkpoint"):
+        with pytest.raises(UserError, match=f"holds {told}, but no checkpoint"):
             train_here(prepared, run_dir)
         assert without_locks(run_dir) == before
     train_here(prepared, run_dir, "train.restart=true")
@@ -179,7 +179,7 @@ def test_what_was_set_aside_counts_as_a_run_that_was(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints/step-00000008")
     (run_dir / "checkpoints/step-00000012").rename(run_dir / "checkpoints" / left)
-    with pytest.raises(UserError, match=f"is sound: {left};"):
+    with pytest.raises(UserError, match=f"is intact: {left};"):
         train_here(prepared, run_dir)
 
 
@@ -190,7 +190,7 @@ def test_a_link_to_a_checkpoint_is_not_passed_over(
     (run_dir / "checkpoints").mkdir()
     link = run_dir / "checkpoints/step-00000012"
     link.symlink_to(tmp_path / "elsewhere/step-00000012")
-    with pytest.raises(UserError, match="is sound: step-00000012;"):
+    with pytest.raises(UserError, match="is intact: step-00000012;"):
         train_here(prepared, run_dir)
 
 
@@ -200,7 +200,7 @@ def test_a_link_to_a_disk_that_is_not_there_stops_the_run_and_changes_nothing(
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / "checkpoints").symlink_to(tmp_path / "scratch")
     before = without_locks(run_dir)
-    with pytest.raises(UserError, match="is a link to .* not there"):
+    with pytest.raises(UserError, match="is a link to .* which does not exist"):
         train_here(prepared, run_dir)
     assert without_locks(run_dir) == before
 
@@ -303,7 +303,7 @@ def test_a_restart_keeps_the_earlier_run_and_the_same_command_goes_on(
     (run_dir / "metrics.jsonl.damaged").write_text("torn")
     before = without_locks(run_dir)
     train_here(prepared, run_dir, "train.restart=true")
-    assert f"the run so far is in {run_dir / 'before-1'}" in capsys.readouterr().out
+    assert f"the earlier run is now in {run_dir / 'before-1'}" in capsys.readouterr().out
     assert without_locks(run_dir / "before-1").items() <= before.items()
     assert len(before) - len(without_locks(run_dir / "before-1")) == 1  # the marker of the folder
     assert_same_run(run_dir, straight)
@@ -391,7 +391,7 @@ def test_an_export_takes_the_newest_sound_checkpoint_and_changes_none(
     before = contents(run_dir)
     done = export(run_dir, tmp_path / "none")
     assert done.returncode == 2
-    assert "has no sound checkpoint; put a sound copy of one back" in done.stderr
+    assert "has no intact checkpoint; put an intact copy of one back" in done.stderr
     assert contents(run_dir) == before
 
 

@@ -47,15 +47,15 @@ def test_a_run_says_what_it_does_and_where_everything_is(
     run_dir = tmp_path / "run"
     train_here(prepared, run_dir, "train.micro_batch_size=6", "train.log_every=4")
     said, bar = capsys.readouterr()
-    assert "16 sequences of at most 64 tokens a step = 1 x 3 passes of at most 6;" in said
-    assert "with what it has to predict in parentheses:\n    " in said
+    assert "16 sequences of at most 64 tokens per step = 1 x 3 passes of at most 6;" in said
+    assert "with the tokens to predict in parentheses:\n    " in said
     assert max(map(len, said.splitlines())) < 1200  # a sequence is the longest line
     assert re.search(r"loss: MLM \d\.\d+, NSP \d\.\d+; [\d,]+ tokens/s; \d+ s left", bar)
     end = said[said.index("done: 12 steps") :]
-    assert re.search(r"predicts masked tokens \d\.\d\d nats (better|worse) than their freq", end)
+    assert re.search(r"predicts masked tokens \d\.\d\d nats (better|worse) than token freq", end)
     for name in ("export", "metrics.jsonl", "report.html", "checkpoints"):
         assert f"{run_dir / name} " in end
-    assert "2 to go on from, the last step-00000012" in end
+    assert "2 to resume from, the newest step-00000012" in end
 
 
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
@@ -73,15 +73,15 @@ def test_the_accuracy_on_pairs_is_called_by_their_objective(objective: str) -> N
 def test_quality_is_told_against_what_needs_no_model() -> None:
     metrics = {"eval/mlm_loss": 4.759, "eval/unigram_entropy": 6.234, "eval/mlm_accuracy": 0.279}
     assert say_quality(metrics) == (
-        "on held-out text it predicts masked tokens 1.47 nats better than their frequencies alone "
-        "do (4.759, 6.234) and 27.9% of them right"
+        "on held-out text it predicts masked tokens 1.47 nats better than token frequencies alone "
+        "do (4.759, 6.234), and 27.9% of them correctly"
     )
     metrics |= {"eval/mlm_loss": 6.5, "eval/nsp_accuracy": 0.519, "eval/nsp_majority": 0.5}
     assert "0.27 nats worse than" in say_quality(metrics)
     electra = say_quality(metrics | {"eval/rtd_auc": 0.577})
     assert electra.startswith("on held-out text its generator predicts masked tokens")
     assert "an area under the curve of 0.577 (guessing: 0.5)" in electra
-    assert "51.9% of the pairs are told right, where always the same answer has 50.0%" in (
+    assert "it classifies 51.9% of the pairs correctly (always the same answer: 50.0%)" in (
         say_quality(metrics)
     )
 

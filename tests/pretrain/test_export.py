@@ -487,7 +487,7 @@ def test_sources_may_be_named_from_inside_the_run(
 
 
 def test_a_wrong_folder_is_an_error_of_one_line(tmp_path, monkeypatch, capsys) -> None:
-    unsound, none = "neither a run folder nor a sound checkpoint", "there is no"
+    unsound, none = "neither a run folder nor an intact checkpoint", "there is no"
     for source, said in ((tmp_path, unsound), (tmp_path / "missing", none)):
         with pytest.raises(SystemExit, match="2"):
             run_cli(monkeypatch, source, tmp_path / "out")
@@ -499,7 +499,7 @@ def test_a_run_without_checkpoints_is_an_error_of_one_line(tmp_path, monkeypatch
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(SystemExit, match="2"):
         run_cli(monkeypatch, tmp_path, tmp_path / "out")
-    assert_one_line_error(capsys, "no sound checkpoint")
+    assert_one_line_error(capsys, "no intact checkpoint")
 
 
 def test_a_damaged_checkpoint_is_an_error_of_one_line(
@@ -527,7 +527,7 @@ def test_a_damaged_config_of_a_large_model_is_refused_before_that_is_built(
     monkeypatch.setattr(pretrain.export, "model_of", lambda *_: pytest.fail("it was built"))
     with pytest.raises(SystemExit, match="2"):
         run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
-    assert_one_line_error(capsys, "config.yaml is of a model of", "put a sound copy")
+    assert_one_line_error(capsys, "config.yaml describes a model of", "put an intact copy")
 
 
 @pytest.mark.parametrize("writer", ["save_file", "torch.save"])
@@ -546,7 +546,7 @@ def test_a_disk_that_is_full_at_export_is_an_error_of_one_line(
 
 def test_a_link_to_what_is_not_there_is_no_folder_to_export_to(tmp_path: Path) -> None:
     (tmp_path / "export").symlink_to(tmp_path / "scratch")
-    with pytest.raises(UserError, match="is a link to what is not there"):
+    with pytest.raises(UserError, match="is a broken link"):
         check_export_folder(tmp_path / "export")
 
 
@@ -562,7 +562,7 @@ def test_another_vocabulary_than_the_runs_is_an_error_of_one_line(
     OmegaConf.save(config, tmp_path / "run/config.yaml")
     with pytest.raises(SystemExit, match="2"):
         run_cli(monkeypatch, tmp_path / "run", tmp_path / "out")
-    assert_one_line_error(capsys, "another vocabulary")
+    assert_one_line_error(capsys, "a different vocabulary")
 
 
 def test_a_folder_with_other_things_in_it_is_not_overwritten(
@@ -876,7 +876,7 @@ def test_a_file_that_no_export_wrote_is_refused_where_it_would_be_replaced(
     out = tmp_path / "out"
     run_cli(monkeypatch, run_dir, out)
     (out / "pytorch_model.bin").write_bytes(b"of the user")
-    found = f"{out}/pytorch_model.bin is not of the export"
+    found = f"{out}/pytorch_model.bin is not part of the export"
     refuse(monkeypatch, capsys, run_dir, out, "--pytorch-bin", words=(found,))
     run_cli(monkeypatch, run_dir, out)
     assert (out / "pytorch_model.bin").read_bytes() == b"of the user"
@@ -1281,7 +1281,7 @@ def test_fill_mask_explains_a_sentence_it_cannot_fill_in_one_line(
     [
         ("model.safetensors", 1000, "model.safetensors is damaged"),
         ("config.json", 1, "config.json is damaged"),
-        ("vocab.txt", 60, "pieces, and config.json says"),
+        ("vocab.txt", 60, "pieces, but config.json says"),
     ],
 )
 def test_a_damaged_export_is_explained_in_one_line(
@@ -1330,7 +1330,7 @@ def test_fewer_positions_than_a_sequence_needs_are_refused(positions, monkeypatc
     monkeypatch.setattr(sys, "argv", ["export", "run", "out", "--positions", positions])
     with pytest.raises(SystemExit):
         pretrain.export.main()
-    assert "--positions needs 8 or more" in capsys.readouterr().err
+    assert "--positions must be at least 8" in capsys.readouterr().err
 
 
 def test_a_model_without_types_of_tokens_has_a_tokenizer_that_gives_none(

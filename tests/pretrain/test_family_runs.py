@@ -112,7 +112,7 @@ def test_what_is_said_of_an_electra_tells_generator_and_model_apart(trained: Pat
     assert ("| Generator's masked-LM loss |" in card) == is_electra
     assert ("| Masked-LM loss |" in card) == ("- masked-lm\n" in card) == (not is_electra)
     assert ("- There is no pooler: use `last_hidden_state`.\n" in card) == is_electra
-    assert ("replaced tokens told, area under the curve" in page) == is_electra
+    assert ("replaced tokens, area under the curve" in page) == is_electra
 
 
 def test_an_export_of_another_family_leaves_no_generator_behind(

@@ -46,7 +46,7 @@ def test_a_run_of_schema_1_goes_on_to_where_it_would_have_come(old: Path, capsys
     pairs of the last steps are drawn otherwise since. The store has schema 1 too."""
     expected = json.loads((old / "expected.json").read_text())
     train(load_config(Config, "config.yaml"))
-    assert "an earlier version began this run" in capsys.readouterr().out
+    assert "an earlier version started this run" in capsys.readouterr().out
     model = load_file(newest_checkpoint(old / "job/checkpoints") / "model.safetensors")
     for name, (total, squares) in expected["model_step_8"].items():
         found = model[name].double()
@@ -80,7 +80,7 @@ def test_the_phases_of_a_run_of_schema_1_are_read(old: Path) -> None:
 
 
 def test_a_checkpoint_of_a_later_schema_is_refused() -> None:
-    with pytest.raises(UserError, match="has schema 6, and this version reads 1 to 5"):
+    with pytest.raises(UserError, match="has schema 6, but this version reads 1 to 5"):
         read_fingerprint({"fingerprint": fingerprint() | {"schema": 6}})
 
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_a_later_schema_is_refused() -> None:
 def test_a_run_of_an_earlier_schema_is_told_that_its_data_are_drawn_otherwise(schema: int) -> None:
     now = fingerprint()
     (line,) = check(now | {"schema": schema}, now)
-    assert "an earlier version began this run: from step 4 on its pairs" in line
+    assert "an earlier version started this run: from step 4 on, its pairs" in line
     assert check(now | {"schema": schema}, now, step=0) == check(now, now) == []
 
 
@@ -147,7 +147,7 @@ def test_what_changes_them_is_refused_by_name_even_with_extend(override: str, na
 
 @pytest.mark.parametrize("name", ["vocab_sha256", "data_sha256", "train.precision"])
 def test_another_vocabulary_text_or_precision_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=rf"{name} was 'another'|another \({name}|others \({name}"):
+    with pytest.raises(UserError, match=rf"{name} was 'another'|differs? \({name}"):
         check(fingerprint() | {name: "another"}, fingerprint(), extend=True)
 
 
@@ -171,7 +171,7 @@ def test_every_setting_of_model_data_and_training_is_compared_or_free() -> None:
 def test_more_steps_are_free_where_the_rates_of_the_steps_done_stay_the_same() -> None:
     short, long = fingerprint(*TRAPEZOID), fingerprint(*TRAPEZOID, "train.max_steps=16")
     (line,) = check(short, long, step=4)  # of 8, the last 4 of which fall
-    assert line.startswith("from step 4 to 16 in place of 8: the learning rate goes on at 0.001,")
+    assert line.startswith("from step 4 to 16 instead of 8: the learning rate continues at 0.001 ")
     assert check(short, long, step=0)
     with pytest.raises(UserError, match="train.max_steps was 8, is 16.*train.extend=true"):
         check(short, long, step=6)
@@ -182,12 +182,12 @@ def test_a_linear_schedule_is_stretched_only_when_asked() -> None:
     with pytest.raises(UserError, match="train.max_steps was 8, is 16.*set train.extend=true"):
         check(short, long, step=8)
     (line,) = check(short, long, step=8, extend=True)
-    assert "learning rate goes on at 0.000571, it would have been 0" in line
+    assert "learning rate continues at 0.000571 instead of 0" in line
 
 
 def test_fewer_steps_than_are_done_are_refused() -> None:
     for extend in (False, True):
-        with pytest.raises(UserError, match="has done 8 steps, and train.max_steps is 6"):
+        with pytest.raises(UserError, match="has done 8 steps, but train.max_steps is 6"):
             check(fingerprint(), fingerprint("train.max_steps=6"), step=8, extend=extend)
 
 
@@ -206,7 +206,9 @@ def test_a_phase_that_is_over_keeps_its_steps() -> None:
 def test_shares_that_move_with_more_steps_are_named_with_numbers_that_do_not() -> None:
     shares = "train.phases=[{steps: 0.75}, {steps: 0.25, masked_lm_prob: 0.3}]"
     done, longer = fingerprint(shares), ("train.max_steps=16",)
-    message = "phase 1: start was 6, is 12.*as numbers that keep them, such as 6 and 10"
+    message = (
+        "phase 1: start was 6, is 12.*as numbers that keep the phases in place, such as 6 and 10"
+    )
     with pytest.raises(UserError, match=message):
         check(done, fingerprint(shares, *longer), step=8, extend=True)
     numbers = shares.replace("0.75", "6").replace("0.25", "10")
@@ -221,10 +223,10 @@ def test_a_phase_that_would_have_begun_is_refused() -> None:
 
     for saved, wanted in (((8,), (4, 4)), ((2, 6), (2, 2, 4)), ((2, 5, 1), (2, 2, 4))):
         number = len(wanted) - 1
-        with pytest.raises(UserError, match=f"phase {number}: it is new, and .* begun at step 4"):
+        with pytest.raises(UserError, match=f"phase {number}: it is new, but .* begun at step 4"):
             check(phases(*saved), phases(*wanted), step=5)
         assert check(phases(*saved), phases(*wanted), step=4) == []
-    with pytest.raises(UserError, match="phase 1: it is gone"):
+    with pytest.raises(UserError, match="phase 1: it was removed"):
         check(phases(4, 4), phases(8), step=5)
 
 
@@ -259,7 +261,7 @@ def test_a_finished_run_is_extended_and_says_at_what_rate(
     with pytest.raises(UserError, match="train.extend=true"):
         train_here(prepared, tmp_path)
     train_here(prepared, tmp_path, "train.extend=true")
-    assert "from step 4 to 12 in place of 4" in capsys.readouterr().out
+    assert "from step 4 to 12 instead of 4" in capsys.readouterr().out
     assert metrics(tmp_path)[-1]["step"] == 12
 
 
@@ -278,7 +280,10 @@ def test_another_size_of_passes_goes_on_and_says_what_differs(
     capsys.readouterr()
     train_here(prepared, tmp_path / "b", "train.extend=true", *NO_DROPOUT)
     said = capsys.readouterr().out
-    assert "train.micro_batch_size was 4, is 16: the same gradients, but for dropout" in said
+    assert (
+        "train.micro_batch_size was 4, is 16: the gradients stay the same, except for dropout"
+        in said
+    )
 
 
 # --- the folder of a run --------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_the_generator_of_an_electra_is_in_a_folder_of_its_own(
     for name in TOKENIZER_FILES:  # save_pretrained of the model alone writes none
         (generator / name).unlink()
     model, said = start(config, [*read_vocabulary(vocab_dir).pieces, "newpiece"])
-    assert said.count("1,024 pieces, and 1 new ones as means") == 2
+    assert said.count("1,024 pieces of its vocabulary, and 1 new ones as means") == 2
     train_here(prepared, tmp_path / "run", f"init_from={tmp_path / 'in'}", "data.objective=none")
     assert load_export(tmp_path / "run/export").config.generator_size == 0.5
 
@@ -210,7 +210,7 @@ def test_a_run_starts_there_resumes_and_says_so(
     weights = load_file(tmp_path / "moved/model.safetensors")
     weights["bert.embeddings.LayerNorm.bias"] += 1
     save_file(weights, tmp_path / "moved/model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="init_from is another folder, or has"):
+    with pytest.raises(UserError, match="the weights of init_from differ"):
         train_here(prepared, tmp_path / "b", *here, "train.max_steps=4", "train.extend=true")
 
 
@@ -254,7 +254,7 @@ def test_positions_beyond_the_sequences_of_a_run_stay_those_of_the_folder(
 def test_heads_that_are_missing_start_anew_and_are_named(prepared, vocab_dir, tmp_path) -> None:
     save_peer(tmp_path, "BertModel", vocab_dir)
     model, said = start(read_config(prepared, tmp_path))
-    assert said == f"starts from {tmp_path}; not in it, so they start anew: mlm, nsp"
+    assert said == f"starts from {tmp_path}; not in it and started at random: mlm, nsp"
     wanted = weights_of(tmp_path)
     assert torch.equal(model.pooler.weight, wanted["pooler.dense.weight"])
     assert torch.equal(
@@ -268,7 +268,7 @@ def test_what_is_not_taken_is_named_and_fewer_layers_are_the_first_ones(
     """As hfl/rbt3 began, with the first three of twelve layers."""
     save_peer(tmp_path, "BertForSequenceClassification", vocab_dir, num_hidden_layers=3)
     model, said = start(read_config(prepared, tmp_path, "model.num_hidden_layers=2"))
-    assert "start anew: mlm, nsp; not taken: bert.encoder.layer.2." in said
+    assert "started at random: mlm, nsp; not used: bert.encoder.layer.2." in said
     assert said.endswith(" ...") and len(model.layers) == 2
 
 
@@ -310,14 +310,18 @@ def test_a_folder_from_tensorflow_has_older_names_and_a_decoder(
         (
             {"position_embedding_type": "relative_key_query"},
             (),
-            "position_embedding_type is relative_key_query, and only absolute .* transformers 5",
+            "position_embedding_type is relative_key_query, but only absolute .* transformers 5",
         ),
         ({"tie_word_embeddings": False}, (), "tie_word_embeddings is false"),
-        ({"quantization_config": {"bits": 4}}, (), "says that it is quantized; give one that"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, (), "says that it is computed by its own code"),
+        (
+            {"quantization_config": {"bits": 4}},
+            (),
+            "says that the model is quantized; give one that",
+        ),
+        ({"auto_map": {"AutoModel": "x.Y"}}, (), "says that the model is computed by its own code"),
         ({"model_type": "gpt2"}, (), "model_type is 'gpt2'; it can be bert"),
-        ({}, ("model.architecture=roberta",), "architecture is roberta, and init_from .* bert"),
-        ({"type_vocab_size": 1}, (), "type_vocab_size is 1, and data.objective nsp wants one for"),
+        ({}, ("model.architecture=roberta",), "architecture is roberta, but init_from .* bert"),
+        ({"type_vocab_size": 1}, (), "type_vocab_size is 1, but data.objective nsp needs one for"),
     ],
 )
 def test_a_config_that_cannot_be_computed_is_refused(
@@ -334,21 +338,21 @@ def test_a_config_that_cannot_be_computed_is_refused(
 def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
     pieces = read_vocabulary(folder).pieces
     for own in (None, [*pieces, "new"]):  # whose rows are carried one by one
-        with pytest.raises(UserError, match=r"of 1024 x 32, and the config makes it \d* x 64"):
+        with pytest.raises(UserError, match=r"of 1024 x 32, but the config makes it \d* x 64"):
             start(read_config(prepared, folder, "model.hidden_size=64"), own)
-    with pytest.raises(UserError, match=r"lacks bert.encoder.layer.2.* leave out the sizes in"):
+    with pytest.raises(UserError, match=r"lacks bert.encoder.layer.2.* remove the sizes from"):
         start(read_config(prepared, folder, "model.num_hidden_layers=3"))
 
 
 def test_settings_that_no_shape_tells_are_refused(folder, prepared, vocab_dir, tmp_path) -> None:
-    with pytest.raises(UserError, match="num_attention_heads is 2, and here it is 4; leave out"):
+    with pytest.raises(UserError, match="num_attention_heads is 2, but 4 in this run; remove"):
         start(read_config(prepared, folder, "model.num_attention_heads=4"))
-    with pytest.raises(UserError, match="hidden_act is gelu, and here it is relu"):
+    with pytest.raises(UserError, match="hidden_act is gelu, but relu in this run"):
         start(read_config(prepared, folder, "model.hidden_act=relu"))
     sizes = {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 66}
     save_peer(tmp_path / "ro", "RobertaForMaskedLM", vocab_dir, **sizes)
     other = ("data.objective=none", "model.pad_token_id=0", "model.max_position_embeddings=65")
-    with pytest.raises(UserError, match="pad_token_id is 1, and here it is 0; leave out"):
+    with pytest.raises(UserError, match="pad_token_id is 1, but 0 in this run; remove"):
         start(read_config(prepared, tmp_path / "ro", *other))  # positions count from it
     save_peer(tmp_path / "in", "ElectraForPreTraining", vocab_dir, embedding_size=8)
     sizes = {"embedding_size": 8, "hidden_size": 16, "intermediate_size": 64}
@@ -359,7 +363,7 @@ def test_settings_that_no_shape_tells_are_refused(folder, prepared, vocab_dir, t
     ):
         save_peer(tmp_path / "in/generator", "ElectraForMaskedLM", vocab_dir, **sizes | settings)
         name, value = list(settings.items())[-1]
-        with pytest.raises(UserError, match=f"{name} is {value}, and here .* starts anew"):
+        with pytest.raises(UserError, match=f"{name} is {value}, but .* starts at random"):
             start(read_config(prepared, tmp_path / "in", "data.objective=none"))
 
 
@@ -377,7 +381,9 @@ def test_a_pickle_that_runs_a_command_runs_nothing(folder, prepared, tmp_path) -
     shutil.copytree(folder, tmp_path / "in", ignore=lambda *_: ["model.safetensors"])
     evil = {"bert.pooler.dense.bias": Command(f"touch {tmp_path / 'ran'}")}
     torch.save(evil, tmp_path / "in/pytorch_model.bin")
-    with pytest.raises(UserError, match="pytorch_model.bin is damaged.*: a pickle of more than te"):
+    with pytest.raises(
+        UserError, match="pytorch_model.bin is damaged.*: a pickle that holds more than te"
+    ):
         start(read_config(prepared, tmp_path / "in"))
     assert not (tmp_path / "ran").exists()
 
@@ -389,7 +395,7 @@ def test_a_folder_that_a_clone_left_without_its_files_is_told(folder, prepared, 
     with pytest.raises(UserError, match=r"model.safetensors is damaged.*: a pointer of Git LFS;"):
         start(read_config(prepared, tmp_path / "in"))
     (tmp_path / "in/config.json").unlink()
-    with pytest.raises(UserError, match=r"in has no config.json; put that of its weights there"):
+    with pytest.raises(UserError, match=r"in has no config.json; put the one of its weights there"):
         read_config(prepared, tmp_path / "in")
 
 
@@ -407,7 +413,7 @@ def test_weights_that_unpack_to_more_than_their_file_are_refused_before_it(
     with pytest.raises(UserError, match="pytorch_model.bin is damaged.*: it is compressed"):
         start(config)
     torch.save({"bert.pooler.dense.bias": torch.zeros(1).expand(1 << 40)}, path)
-    with pytest.raises(UserError, match="bert.pooler.dense.bias is no tensor of finite numbers"):
+    with pytest.raises(UserError, match="bert.pooler.dense.bias is not a tensor of finite numbers"):
         start(config)
 
 
@@ -424,7 +430,7 @@ def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -
     with pytest.raises(UserError, match="pytorch_model.bin is damaged"):
         start(read_config(prepared, tmp_path))
     torch.save({0: torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="0 is no tensor of finite numbers"):
+    with pytest.raises(UserError, match="0 is not a tensor of finite numbers"):
         start(read_config(prepared, tmp_path))
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(UserError, match="holds neither model.safetensors nor pytorch_model.bin"):
@@ -433,7 +439,7 @@ def test_a_folder_without_sound_weights_is_refused(folder, prepared, tmp_path) -
     nowhere = f"init_from={tmp_path / 'nowhere'}"
     with pytest.raises(UserError, match="no .*nowhere, to which vocab.path or init_from is set"):
         prepare_here(prepared, tmp_path, nowhere)
-    with pytest.raises(UserError, match="nowhere is no folder; download a model of a hub"):
+    with pytest.raises(UserError, match="nowhere is not a folder; download a model from a hub"):
         train_here(prepared, tmp_path / "run", nowhere)
 
 
@@ -465,7 +471,7 @@ def test_an_extended_vocabulary_gets_the_means_of_what_it_was_split_into(
     capsys.readouterr()
     here += (f"data_dir={tmp_path / 'data'}", *TWO_STEPS, "train.learning_rate=1e-30")
     train_here(prepared, tmp_path / "run", *here)
-    assert "of its vocabulary 1,024 pieces, and 76 new ones as means" in capsys.readouterr().out
+    assert "1,024 pieces of its vocabulary, and 76 new ones as means" in capsys.readouterr().out
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -508,7 +514,7 @@ def test_padded_rows_at_the_end_of_the_embeddings_are_left_out(folder, prepared,
     for name, tensor in config.model.family.to_hf(model.state_dict()).items():
         assert torch.equal(tensor, wanted[name]), name
     (tmp_path / "added_tokens.json").write_text("{}")  # whose rows these might be
-    with pytest.raises(UserError, match="1,088 word embeddings, and its vocabulary has 1,024"):
+    with pytest.raises(UserError, match="1,088 word embeddings, but its vocabulary has 1,024"):
         start(config)
 
 
@@ -517,7 +523,7 @@ def test_another_order_of_pieces_takes_each_row_along(folder, prepared) -> None:
     model, said = start(read_config(prepared, folder), [*pieces[:5], *reversed(pieces[5:])])
     words = weights_of(folder)["bert.embeddings.word_embeddings.weight"]
     assert torch.equal(model.embeddings.word.weight[5:], words[5:].flip(0))
-    assert "of its vocabulary 1,024 pieces, and 0 new ones" in said
+    assert "1,024 pieces of its vocabulary, and 0 new ones" in said
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -621,7 +627,7 @@ def test_weights_that_are_not_finite_and_shards_that_are_missing_are_refused(
     weights, name = load_file(folder / "model.safetensors"), "bert.pooler.dense.weight"
     weights[name][0, 0] = torch.nan
     save_file(weights, tmp_path / "nan/model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=f"{name} is no tensor of finite numbers"):
+    with pytest.raises(UserError, match=f"{name} is not a tensor of finite numbers"):
         start(read_config(prepared, tmp_path / "nan"))
     save_peer(tmp_path / "in", "BertForPreTraining", vocab_dir, shards="20KB")
     sorted((tmp_path / "in").glob("*.safetensors"))[1].unlink()
@@ -632,7 +638,7 @@ def test_weights_that_are_not_finite_and_shards_that_are_missing_are_refused(
 @pytest.mark.parametrize("rows", [100 + 128, 100 + 7, 99])
 def test_embeddings_that_do_not_belong_to_a_vocabulary_are_refused(rows: int) -> None:
     pieces = [f"piece{i}" for i in range(100)]
-    with pytest.raises(UserError, match=f"has {rows} word embeddings, and its vocabulary has 100"):
+    with pytest.raises(UserError, match=f"has {rows} word embeddings, but its vocabulary has 100"):
         find_sources(pieces, pieces, Path(), rows)
     assert find_sources(pieces, pieces, Path(), 104) == [[i] for i in range(100)]
 

@@ -363,11 +363,11 @@ def test_the_card_of_the_export_names_the_phases(straight: Path) -> None:
 @pytest.mark.parametrize(
     "phases, message",
     [
-        ("[{steps: 8}, {steps: 8}]", "phases add up to 16, and train.max_steps is 12; give shares"),
+        ("[{steps: 8}, {steps: 8}]", "phases add up to 16, but train.max_steps is 12; give shares"),
         ("[{}]", r"train.phases\[0\].steps 0.0 is not in"),
         ("[{steps: 12, lenght: 3}]", r"unknown key train.phases\[0\].lenght"),
         ("{steps: 12}", "train.phases is not a list of phases"),
-        ("[{steps: 8}, {steps: 4, warmup_steps: 1}]", r"phases\[1\].warmup_steps is given without"),
+        ("[{steps: 8}, {steps: 4, warmup_steps: 1}]", r"phases\[1\]\.warmup_steps is set without"),
         (
             "[{steps: 8}, {steps: 4, learning_rate: 1, warmup_steps: 4}]",
             r"train.phases\[1\]: train.warmup_steps 4 is not below the 4 steps of the schedule",

@@ -57,7 +57,7 @@ def test_parameters_memory_and_disk_are_those_of_the_model(
     weights = sum(p.numel() for p in model.parameters())
     rows = len(store.vocabulary) + 512 + 2 + 2  # pieces, positions, types, norm
     assert table["parameters"][:2] == [weights, rows * 128]
-    total, both, adamw, activations = table["memory of a device"]
+    total, both, adamw, activations = table["device memory"]
     assert both == adamw == round(8 * weights / 1e6)
     assert total == pytest.approx(both + adamw + activations, abs=2)
     run_dir = tmp_path / "run"
@@ -72,7 +72,7 @@ def test_a_pass_is_never_larger_than_the_batch(prepared: Path, capsys) -> None:
     for size in (16, 256):
         plan.plan(config_of(prepared, *LARGER, f"train.micro_batch_size={size}"))
         said = capsys.readouterr().out
-        memory.append(said.partition("memory of a device")[2].partition("\n")[0])
+        memory.append(said.partition("device memory")[2].partition("\n")[0])
     assert memory[0] == memory[1]
 
 
@@ -166,10 +166,13 @@ def test_phases_are_planned_one_by_one(prepared: Path, capsys) -> None:
     ("overrides", "named"),
     [
         (["train.max_steps=100000"], "each sentence is seen"),
-        (["train.global_batch_size=16"], "tokens a step are few"),
+        (["train.global_batch_size=16"], "tokens per step are few"),
         (["train.warmup_steps=30"], "the warm-up takes 30%"),
-        (["train.learning_rate=0.1"], "train.learning_rate 0.1 is not the usual 1e-05 to 0.002"),
-        (["data.max_predictions_per_seq=5"], "cuts the 9 masks"),
+        (
+            ["train.learning_rate=0.1"],
+            "train.learning_rate 0.1 is outside the usual range of 1e-05 to 0.002",
+        ),
+        (["data.max_predictions_per_seq=5"], "is below the 9 masks"),
         (
             ["data.mask_replace_prob=0.9", "data.random_replace_prob=0.1"],
             "50% of the tokens are inside words",
@@ -194,7 +197,7 @@ def test_a_vocabulary_too_large_for_its_text_is_named(prepared: Path) -> None:
     found = list(
         plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [60, 40]), 0.0)
     )
-    assert "60% of the pieces occur less than 50 times" in found[0]
+    assert "60% of the pieces occur fewer than 50 times" in found[0]
 
 
 def test_hiding_all_of_a_word_is_named_only_where_words_have_many_tokens(prepared: Path) -> None:
@@ -220,7 +223,7 @@ def test_a_model_that_can_learn_learns_a_batch_by_heart(prepared, objective, cap
     plan.check_learning(config_of(prepared, *LARGER, f"data.objective={objective}"))
     out = capsys.readouterr().out
     assert "[CLS]" in out and "[MASK](" in out
-    assert re.search(r"by heart: MLM loss 0\.\d+ at step \d+", out)
+    assert re.search(r"the model overfits 4 sequences: MLM loss 0\.\d+ at step \d+", out)
 
 
 @pytest.mark.parametrize("share", [1, 0.9])
@@ -229,7 +232,7 @@ def test_a_recipe_whose_first_phase_has_single_segments_is_checked_by_pairs(
 ) -> None:
     phases = f"train.phases=[{{steps: 0.75, single_segment_prob: {share}}}, {{steps: 0.25}}]"
     plan.check_learning(config_of(prepared, *LARGER, phases))
-    assert "by heart: MLM loss 0." in capsys.readouterr().out
+    assert "the model overfits 4 sequences: MLM loss 0." in capsys.readouterr().out
 
 
 def test_a_small_model_waits_for_the_host_that_launches_it(prepared: Path) -> None:
@@ -282,7 +285,7 @@ def test_weights_to_start_from_are_looked_at_before_there_is_a_store(
 
 def test_a_model_that_does_not_learn_is_refused_in_one_line(prepared, monkeypatch) -> None:
     monkeypatch.setattr(plan, "STEPS", 30)
-    with pytest.raises(UserError, match="not learned by heart: MLM loss .* after 30 steps"):
+    with pytest.raises(UserError, match="does not overfit 4 sequences: MLM loss .* after 30 steps"):
         plan.check_learning(config_of(prepared, "train.learning_rate=1e-9"))
 
 
@@ -338,7 +341,7 @@ def test_a_recipe_of_its_published_size_is_planned_and_takes_a_step(
     rows = -pieces % 64  # the vocabulary is padded
     total = plan.count_weights(model) + rows * (config.model.embedding_size + 1)
     assert f"parameters          {total:,}: " in said
-    memory = said.partition("memory of a device")[2].partition("\n")[0]
+    memory = said.partition("device memory")[2].partition("\n")[0]
     kept = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+) MB", memory)]
     assert kept[0] == pytest.approx(sum(kept[1:]), abs=2)
     assert kept[1] == kept[2] == round(8 * total / 1e6) and kept[3] > 0

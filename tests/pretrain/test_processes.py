@@ -231,10 +231,10 @@ def test_runs_of_several_precisions_can_follow_each_other_in_a_process(
 def test_the_config_of_a_run_that_was_moved_begins_no_new_run(tmp_path, monkeypatch) -> None:
     moved, old = tmp_path / "new", tmp_path / "old"
     (moved / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match=rf"was {old}; add run_dir={moved} to go on with it"):
+    with pytest.raises(UserError, match=rf"was {old}; add run_dir={moved} to resume it"):
         main.check_moved(moved / "config.yaml", old)
     main.check_moved(tmp_path / "config.yaml", old)
     monkeypatch.chdir(moved)
     main.check_moved(Path("config.yaml"), moved)
-    with pytest.raises(UserError, match=r"add run_dir=\. to go on"):
+    with pytest.raises(UserError, match=r"add run_dir=\. to resume"):
         main.check_moved(Path("config.yaml"), Path("old"))

@@ -72,9 +72,9 @@ def test_a_file_is_replaced_only_with_overwrite(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent"], "error: no recipe 'absent'; there are albert_base, "),
-        (["../pyproject"], "error: no recipe '../pyproject'; there are albert_base, "),
-        (["mini", "."], "error: . is a folder; give the name of a file, mini.yaml"),
+        (["absent"], "error: no recipe 'absent'; choose from albert_base, "),
+        (["../pyproject"], "error: no recipe '../pyproject'; choose from albert_base, "),
+        (["mini", "."], "error: . is a folder; give a file name, such as mini.yaml"),
         (["mini", "file/mini.yaml"], "error: file cannot be read or written"),
     ],
 )

@@ -62,7 +62,7 @@ def test_the_page_shows_the_figures_of_the_record(straight: Path) -> None:
     newest = {name: value for line in record for name, value in line.items()}
     for name in ("train/mlm_loss", "eval/mlm_loss", "eval/unigram_entropy", "train/grad_norm"):
         assert f"{newest[name]:.3f}" in page.text
-    assert "bits a byte of text" in page.text
+    assert "bits per byte of text" in page.text
     assert f"{newest['eval/mlm_bits_per_byte']:.3f}" in page.text
     for band in ("frequent", "medium", "rare"):
         assert f"{band} {newest[f'eval/mlm_loss_{band}']:.3f}" in page.text
@@ -177,9 +177,9 @@ def test_runs_of_one_name_are_told_apart_on_a_page_in_a_new_folder(tmp_path: Pat
 def test_the_figures_are_those_of_one_evaluation(tmp_path: Path) -> None:
     lines = [trained(10, 5.0), evaluated(10, 5.0, **{"eval/nsp_accuracy": 0.75})]
     page = page_of(write_run(tmp_path, lines).run_dir)
-    assert "pairs right" in page.text and "75.0%" in page.text
+    assert "pairs correct" in page.text and "75.0%" in page.text
     lines += [trained(20, 4.0), evaluated(20, 4.0)]  # of single segments
-    assert "pairs right" not in page_of(write_run(tmp_path, lines).run_dir).text
+    assert "pairs correct" not in page_of(write_run(tmp_path, lines).run_dir).text
 
 
 def test_a_loss_that_is_not_finite_stands_beside_no_figure_of_an_earlier_evaluation(
@@ -188,7 +188,7 @@ def test_a_loss_that_is_not_finite_stands_beside_no_figure_of_an_earlier_evaluat
     lines = [trained(10, 5.0), evaluated(10, 5.0, **{"eval/nsp_accuracy": 0.75})]
     lines.append(evaluated(20, None, **{"eval/nsp_accuracy": None}))
     page = page_of(write_run(tmp_path, lines).run_dir)
-    assert "Broken" in page.text and "pairs right" not in page.text
+    assert "Broken" in page.text and "pairs correct" not in page.text
     assert "Best held-out loss so far: 5.000 at step 10." in page.text
 
 
@@ -256,7 +256,7 @@ def test_the_page_of_a_long_run_is_drawn_from_few_of_its_log_lines(tmp_path: Pat
 def test_warnings_of_the_monitor_are_told_with_their_first_step(tmp_path: Path) -> None:
     lines = [trained(i, 5.0) | ({"monitor/nsp": 1.0} if i > 2 else {}) for i in range(1, 6)]
     write_run(tmp_path, lines)
-    assert "Step 3: the accuracy on pairs was that of guessing." in page_of(tmp_path).text
+    assert "Step 3: the accuracy on pairs was no better than guessing." in page_of(tmp_path).text
 
 
 # --- runs of all kinds ----------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_a_page_that_fails_does_not_stop_training(
 
     monkeypatch.setattr(report, "render_runs", fail)
     train_here(prepared, tmp_path)
-    warning = "warning: report.html is not written, the run goes on: RuntimeError: no font\n"
+    warning = "warning: report.html was not written, the run continues: RuntimeError: no font\n"
     assert capsys.readouterr().out.count(warning) == 3  # two evaluations and the end
     assert not (tmp_path / "report.html").exists()
     assert_same_run(tmp_path, straight)

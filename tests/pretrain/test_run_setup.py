@@ -64,7 +64,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(
     words = ["-m", command, str(prepared / "config.yaml"), f"run_dir={tmp_path / 'run'}", *sizes]
     done = fork(words, timeout=100)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "error: a model of 51,5" in done.stderr and "GB; make model.num_hidden" in done.stderr
+    assert "error: a model of 51,5" in done.stderr and "GB; reduce model.num_hidden" in done.stderr
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -75,7 +75,7 @@ def test_the_memory_of_a_model_is_known_without_building_it() -> None:
         model = model_of(config, 500, "nsp")
         number = sum(p.numel() for p in model.parameters())
         assert check_memory(config, 500, "nsp", 4, 16 * number) == number
-        with pytest.raises(UserError, match=f"a model of {number:,} parameters takes at least"):
+        with pytest.raises(UserError, match=f"a model of {number:,} parameters needs at least"):
             check_memory(config, 500, "nsp", 4, 16 * number - 1)
 
 
@@ -104,7 +104,7 @@ def test_memory_has_to_hold_the_copy_that_a_checkpoint_is_written_from(
         monkeypatch.setattr("pretrain.run_setup.machine_memory", lambda memory=memory: memory)
         check_resources(config, 500)
         monkeypatch.setattr("pretrain.run_setup.machine_memory", lambda memory=memory: memory - 9)
-        with pytest.raises(UserError, match=f"a model of {number:,} parameters takes at least"):
+        with pytest.raises(UserError, match=f"a model of {number:,} parameters needs at least"):
             check_resources(config, 500)
 
 

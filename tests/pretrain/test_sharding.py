@@ -181,7 +181,7 @@ def test_the_launch_file_asks_for_version_2(monkeypatch) -> None:
     assert settings["distributed_type"] == "FSDP" and settings["fsdp_config"]["fsdp_version"] == 2
     assert not asks_for_shards()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="not version 2"):
+    with pytest.raises(UserError, match="not for version 2"):
         asks_for_shards()
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert asks_for_shards()

@@ -179,7 +179,7 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once(
     done = run_with(prepared, tmp_path, **build, condition="True", numbers=[int(signal.SIGTERM)])
     assert done.returncode == 75
     assert done.stderr == (
-        "stopped on SIGTERM; no step of this start is done; start the same command again\n"
+        "stopped on SIGTERM; no new step is done yet; start the same command again\n"
     )
     assert not (tmp_path / "checkpoints").exists()
 

@@ -114,12 +114,12 @@ def test_fillings_are_sent_as_a_table(straight: Path, tmp_path: Path, wandb: Fak
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"on_log": "time.sleep(1000)"}, "wandb has not taken the whole record in 2 s"),
-        ({"on_init": "time.sleep(1000)"}, "wandb has not taken the whole record in 2 s"),
+        ({"on_log": "time.sleep(1000)"}, "wandb did not receive the whole record within 2 s"),
+        ({"on_init": "time.sleep(1000)"}, "wandb did not receive the whole record within 2 s"),
         ({"on_init": "raise RuntimeError('no network')"}, "the record: no network; metrics.jsonl"),
         (
             {"on_log": "raise OSError('gone')"},
-            "wandb has not taken the record: gone; metrics.jsonl",
+            "wandb did not receive the record: gone; metrics.jsonl",
         ),
     ],
 )
@@ -170,7 +170,7 @@ def sent_whole(run_dir: Path) -> list[list]:
 def test_wandb_works_offline(prepared: Path, tmp_path: Path) -> None:
     options = ("tracking.wandb=some-project", "train.max_steps=4")
     done = run(prepared, tmp_path, *options, WANDB_MODE="offline")
-    assert done.returncode == 0 and "wandb has not" not in done.stdout, done.stdout
+    assert done.returncode == 0 and "wandb did not" not in done.stdout, done.stdout
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert metrics(tmp_path)
 
@@ -178,7 +178,7 @@ def test_wandb_works_offline(prepared: Path, tmp_path: Path) -> None:
 def test_a_run_without_a_project_is_sent_to_none(straight: Path) -> None:
     done = replay(straight)
     assert done.returncode == 2
-    assert done.stderr.endswith("config.yaml names no project; add tracking.wandb=PROJECT\n")
+    assert done.stderr.endswith("config.yaml has no wandb project; add tracking.wandb=PROJECT\n")
 
 
 def test_a_run_without_wandb_starts_no_process(tmp_path: Path) -> None:

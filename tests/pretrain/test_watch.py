@@ -37,7 +37,7 @@ HANG = "time.sleep(1000)"
 def test_a_step_may_take_longer_than_ranks_wait_for_each_other(
     prepared: Path, tmp_path: Path
 ) -> None:
-    """Its four passes take 6 s, and a rank that does not go on ends after 4 s."""
+    """Its four passes take 6 s, and a rank that makes no progress ends after 4 s."""
     options = ("train.micro_batch_size=2", "train.timeout_s=8")
     scripts = (FAULT.format(rank=rank, fault=SLOW) for rank in (0, 1))
     words = command(prepared, tmp_path, *options)[2:]
@@ -123,7 +123,7 @@ def test_the_rank_at_fault_is_named_once(
     ranks, hosts, what, steps = zip(*named, strict=True)
     assert set(hosts) == {os.uname().nodename} and set(steps) <= set("0123456")
     if fault == HANG:  # both are in step 6: only the place tells
-        assert ranks == ("0", "1") and set(what) == {"does not go on"}
+        assert ranks == ("0", "1") and set(what) == {"makes no progress"}
         assert "6 at planted of <string>; rank 1" in line
     else:
         assert ranks == (str(rank),) and what == ("has died or is stopped",)

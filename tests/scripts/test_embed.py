@@ -205,7 +205,7 @@ def test_cut_weights_are_named(straight, tmp_path) -> None:
         ("tokenizer_config.json", "model_input_names", ["input_ids", True], r"names\[1\] is True"),
         ("tokenizer_config.json", "model_max_length", "", "model_max_length is ''"),
         ("tokenizer_config.json", "cls_token", "<new>", "gives '<new>' the id .* embeddings"),
-        ("config.json", "hidden_size", 768, "a model of .* parameters, more than .* has bytes"),
+        ("config.json", "hidden_size", 768, "a model of .* parameters, but .* has fewer bytes"),
     ],
 )
 def test_settings_that_transformers_takes_on_trust_are_checked(

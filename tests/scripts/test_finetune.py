@@ -1069,7 +1069,7 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
         ("--epochs 0", "wanted 1 or more"),
         ("--patience 0", "wanted 1 or more"),
         ("--pool last4", "has 2 layers; use --pool mean"),
-        ("--model nowhere", "no exported model in nowhere; .*; a model of a hub has to be"),
+        ("--model nowhere", "no exported model in nowhere; .*; download a model from a hub into"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(

@@ -122,4 +122,4 @@ def test_another_vocabulary_is_one_line(prepared, tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit, match="2"):
         run_command(try_held_out.main)
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "another vocabulary" in error
+    assert error.count("\n") == 1 and "a different vocabulary" in error

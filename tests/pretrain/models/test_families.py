@@ -455,7 +455,7 @@ ALONE = ("model.architecture=electra", "data.objective=none")
         (("model.architecture=xlnet",), "architecture is 'xlnet'; it can be bert, roberta"),
         (("model.embedding_size=64",), "embedding_size is 64, and BERT has no such setting"),
         (("model.num_hidden_groups=1",), "num_hidden_groups is 1, and BERT has no such"),
-        (("model.architecture=albert", "model.num_hidden_groups=13"), "13 is more than the 12"),
+        (("model.architecture=albert", "model.num_hidden_groups=13"), "13 exceeds the 12"),
         (("model.architecture=roberta",), "objective is nsp, and RoBERTa has no pair head"),
         (("model.architecture=electra",), "objective is nsp, and ELECTRA has no pair head"),
         ((*ALONE, "model.generator_size=0.3"), "a generator of width 230 with 4 heads"),
