@@ -406,7 +406,7 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     try:
         config.validate()
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{' '.join([path, *overrides])}: {error}") from None
     config.corpus.place_plug_ins(os.path.dirname(path))
     place_folders(config, path)
     return config
