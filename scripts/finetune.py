@@ -31,6 +31,7 @@ from finetune_train import (
     LENGTH_MULTIPLE,
     POOLS,
     Network,
+    Recipe,
     Run,
     Split,
     build_network,
@@ -302,11 +303,12 @@ def judge_network(
         with progress_bar(title, total, "examples") as bar:
 
             def run(rate: float, seed: int) -> Run:
-                return finetune(
-                    network(seed), task, train_units(seed), splits["dev"], splits.get("test"),
-                    args.metric, rate, args.epochs, args.patience or args.epochs, args.batch_size,
-                    args.warmup, seed, bf16, bar.update,
-                )  # fmt: skip
+                patience = args.patience or args.epochs
+                recipe = Recipe(
+                    rate, args.epochs, patience, args.batch_size, args.warmup, args.metric, bf16
+                )
+                data = train_units(seed), splits["dev"], splits.get("test")
+                return finetune(network(seed), task, recipe, seed, *data, bar.update)
 
             return "learning_rate", search(args.learning_rates, args.seeds, run)
 

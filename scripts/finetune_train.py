@@ -183,26 +183,35 @@ def predict(network: Network, task: Task, split: Split, bf16: bool) -> list[Any]
     return task.predict([scores[i] for i in order], [units[i] for i in order], split.examples)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How to fine-tune all weights."""
+
+    learning_rate: float
+    """Highest rate; it rises to it in the first steps, and then falls to 0."""
+    epochs: int
+    patience: int
+    """Stop after so many epochs that are no better than the best one before them."""
+    batch_size: int
+    warmup: float
+    """Share of the steps in which the rate rises."""
+    metric: str
+    """What the epochs are compared by on dev."""
+    bf16: bool
+
+
 def finetune(
     network: Network,
     task: Task,
+    recipe: Recipe,
+    seed: int,
     units: list[Unit],
     dev: Split,
     test: Split | None,
-    metric: str,
-    learning_rate: float,
-    epochs: int,
-    patience: int,
-    batch_size: int,
-    warmup: float,
-    seed: int,
-    bf16: bool,
     advance: Callable[[int], object],
 ) -> Run:
     """Train all weights with AdamW, and keep those of the epoch that is best on dev.
 
-    patience: stop after so many epochs that are no better than the best one before them.
-    warmup: share of the steps in which the rate rises to `learning_rate`; then it falls to 0.
     advance: is told the number of units of each step.
     """
     start, device = time.perf_counter(), next(network.parameters()).device
@@ -211,20 +220,20 @@ def finetune(
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, fused=True)
-    steps = epochs * -(-len(units) // batch_size)
-    risen = max(round(warmup * steps), 1)
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, fused=True)
+    steps = recipe.epochs * -(-len(units) // recipe.batch_size)
+    risen = max(round(recipe.warmup * steps), 1)
     torch.manual_seed(seed)
     run, best_weights, step = Run([], 0), {}, 0
-    for epoch in range(epochs):
+    for epoch in range(recipe.epochs):
         network.train()
-        for chosen in shuffled_batches(units, batch_size, seed, epoch):
+        for chosen in shuffled_batches(units, recipe.batch_size, seed, epoch):
             step += 1
             share = min(step / risen, (steps - step + 1) / (steps - risen + 1))
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * share
+                group["lr"] = recipe.learning_rate * share
             batch = make_batch(chosen, device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
                 scores = network(batch)
             loss = task.loss(scores.float(), chosen)
             loss.backward()
@@ -233,16 +242,16 @@ def finetune(
             optimizer.zero_grad()
             advance(len(chosen))
         run.has_diverged |= not loss.isfinite().item()
-        run.dev.append(task.score(dev.examples, predict(network, task, dev, bf16)))
-        if epoch == 0 or run.dev[epoch][metric] > run.dev[run.best][metric]:
+        run.dev.append(task.score(dev.examples, predict(network, task, dev, recipe.bf16)))
+        if epoch == 0 or run.dev[epoch][recipe.metric] > run.dev[run.best][recipe.metric]:
             run.best = epoch
             best_weights = {n: t.detach().clone() for n, t in network.state_dict().items()}
-        elif epoch - run.best == patience:
-            advance((epochs - 1 - epoch) * len(units))
+        elif epoch - run.best == recipe.patience:
+            advance((recipe.epochs - 1 - epoch) * len(units))
             break
     if test:
         network.load_state_dict(best_weights)
-        run.test = predict(network, task, test, bf16)
+        run.test = predict(network, task, test, recipe.bf16)
     run.seconds = time.perf_counter() - start
     return run
 

@@ -34,6 +34,7 @@ import finetune_metrics as ours  # noqa: E402
 from finetune_data import Example, list_unread, read_examples  # noqa: E402
 from finetune_tasks import TASKS  # noqa: E402
 from finetune_train import (  # noqa: E402
+    Recipe,
     Run,
     Split,
     build_network,
@@ -386,10 +387,8 @@ def test_the_weights_of_the_best_epoch_predict_and_the_rate_rises_and_falls() ->
     split = Split(examples, units, sorted_batches(units, 16, torch.device("cpu")))
     dev = [{"f1": f1, "accuracy": other} for f1, other in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.7))]
     network = OneWeight()
-    run = train(
-        network, Scripted(dev), units, split, split, "accuracy", 0.1, 4, 4, 2, 0.1, 0, False,
-        lambda count: None,
-    )  # fmt: skip
+    recipe = Recipe(0.1, 4, 4, 2, 0.1, "accuracy", False)
+    run = train(network, Scripted(dev), recipe, 0, units, split, split, lambda count: None)
     assert run.dev == dev and run.best == 1
     training, weights = zip(*network.seen, strict=True)
     assert training == (*([True] * 5 + [False]) * 4, False)  # five steps in each of four epochs
@@ -408,10 +407,8 @@ def test_training_ends_after_as_many_worse_epochs_as_patience_says(patience, epo
     split = Split(examples, units, sorted_batches(units, 16, torch.device("cpu")))
     dev = [{"accuracy": score} for score in (0.6, 0.5, 0.7, 0.7, 0.6, 0.5)]
     told = []
-    run = train(
-        OneWeight(), Scripted(dev), units, split, None, "accuracy", 0.1, 6, patience, 2, 0.1, 0,
-        False, told.append,
-    )  # fmt: skip
+    recipe = Recipe(0.1, 6, patience, 2, 0.1, "accuracy", False)
+    run = train(OneWeight(), Scripted(dev), recipe, 0, units, split, None, told.append)
     assert (len(run.dev), run.best) == (epochs, best)
     assert sum(told) == 6 * 10  # the progress bar is full
 
@@ -437,7 +434,7 @@ def test_every_seed_trains_network_and_bag_of_words_on_examples_of_its_own(
 ) -> None:
     seen, words = [], []
 
-    def note(network, task, units, dev, test, *rest) -> Run:
+    def note(network, task, recipe, seed, units, dev, test, advance) -> Run:
         seen.append([unit.example for unit in units])
         return Run([dict.fromkeys(task.metrics, 1.0)], 0, task.labels[:1] * len(test.examples))
 
@@ -998,7 +995,7 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("classification", "a.jsonl", "\n{\n", r"a.jsonl:2 is not JSON.*; wanted an object on eac"),
         ("classification", "a.csv", '"sentence,label\nx,1\n', r"a.csv:\d+ is not CSV"),
         ("classification", "a.jsonl", "[" * 100_000, r"a.jsonl is not JSON: .* too deep"),
-        ("classification", "a.jsonl", '{"text": "\\ud83d"}', r"1 is not JSON: .* half a"),
+        ("classification", "a.jsonl", '{"text": "\\ud83d"}', r"1 is not JSON: .* an unpaired"),
         ("classification", "a.tsv", "text\tlabel\ttext\na\t1\tb\n", r"names 'text' twice; rename"),
         ("classification", "a.csv", "text,label,text\na,1,b\n", r"first line names 'text' twice"),
         ("classification", "a.jsonl", '{"text": "x", "label": NaN}', r"label is nan, not a name"),
@@ -1138,7 +1135,7 @@ def test_a_token_without_an_embedding_is_named(exported, tasks, tmp_path, monkey
     shutil.copytree(exported, tmp_path / "model")
     path = tmp_path / "model/tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sep_token": "<new>"}))
-    with pytest.raises(UserError, match=r"gives '<new>' the id [\d,]+, and the model has .* embed"):
+    with pytest.raises(UserError, match=r"gives '<new>' the id [\d,]+, but the model has .* embed"):
         run(monkeypatch, tmp_path / "model", "classification", tasks, tmp_path / "out")
 
 
