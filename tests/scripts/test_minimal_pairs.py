@@ -205,7 +205,7 @@ def test_the_baseline_knows_how_frequent_tokens_are() -> None:
         ("a.jsonl", '{"sentence_good": "a"}', "line 1 has no text under sentence_bad"),
         ("a.jsonl", "\nno json", "line 2 is not JSON"),
         ("a.jsonl", "[]", "line 1 is not a JSON object"),
-        ("a.tsv", "good\tbad\n\tbad\n", "line 2 has 2 columns with 1 texts"),
+        ("a.tsv", "good\tbad\n\tbad\n", "line 2 has 2 columns, 1 of them with text"),
         ("a.tsv", "one column\n", "line 1 has 1 columns"),
         ("a.tsv", "\n", "no minimal pairs in"),
         ("a.txt", "text", "is in no format of minimal pairs"),

@@ -457,10 +457,10 @@ def test_a_sound_store_is_verified_and_any_changed_file_is_named(finished: Path,
         flipped = bytearray(data)
         flipped[len(data) // 2] ^= 1
         path.write_bytes(flipped)
-        with pytest.raises(UserError, match=f"^{path} is damaged or missing: not what"):
+        with pytest.raises(UserError, match=f"^{path} is damaged or missing: it does not match"):
             check_data(data_dir, again=True)
         path.unlink()
-        with pytest.raises(UserError, match=f"^{path} is damaged or missing: not what"):
+        with pytest.raises(UserError, match=f"^{path} is damaged or missing: it does not match"):
             check_data(data_dir, again=True)
         path.write_bytes(data)
     manifest = data_dir / "store/manifest.json"

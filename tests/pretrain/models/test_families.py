@@ -453,14 +453,14 @@ ALONE = ("model.architecture=electra", "data.objective=none")
     ("overrides", "named"),
     [
         (("model.architecture=xlnet",), "architecture is 'xlnet'; it can be bert, roberta"),
-        (("model.embedding_size=64",), "embedding_size is 64, and BERT has no such setting"),
-        (("model.num_hidden_groups=1",), "num_hidden_groups is 1, and BERT has no such"),
+        (("model.embedding_size=64",), "embedding_size is 64, but BERT has no such setting"),
+        (("model.num_hidden_groups=1",), "num_hidden_groups is 1, but BERT has no such"),
         (("model.architecture=albert", "model.num_hidden_groups=13"), "13 exceeds the 12"),
-        (("model.architecture=roberta",), "objective is nsp, and RoBERTa has no pair head"),
-        (("model.architecture=electra",), "objective is nsp, and ELECTRA has no pair head"),
+        (("model.architecture=roberta",), "objective is nsp, but RoBERTa has no pair head"),
+        (("model.architecture=electra",), "objective is nsp, but ELECTRA has no pair head"),
         ((*ALONE, "model.generator_size=0.3"), "a generator of width 230 with 4 heads"),
-        ((*ALONE, "train.bag_of_words_weight=1"), "bag_of_words_weight is 1, and ELECTRA has no"),
-        ((*ALONE, "train.sampled_softmax=9"), "sampled_softmax is 9, and ELECTRA draws from the"),
+        ((*ALONE, "train.bag_of_words_weight=1"), "bag_of_words_weight is 1, but ELECTRA has no"),
+        ((*ALONE, "train.sampled_softmax=9"), "sampled_softmax is 9, but ELECTRA draws from the"),
     ],
 )
 def test_a_setting_that_a_family_lacks_is_refused(overrides, named, tmp_path) -> None:
