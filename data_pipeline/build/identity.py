@@ -93,7 +93,8 @@ def list_differences(manifest: dict, settings: dict) -> list[str]:
         was, now = (side.get(name, default_of(name)) for side in (built, settings))
         short = name.replace("sources[0].", "") if one_source else name
         if was != now and name.endswith(f".{TEXT_HASH}"):
-            phrases.append("the text has changed" if name in settings else f"{short} is gone")
+            source = short.removesuffix(f".{TEXT_HASH}")
+            phrases.append("the text has changed" if name in settings else f"{source} is gone")
         elif was != now:
             phrases.append(f"{short} was {was!r}, is {now!r}")
     return phrases
