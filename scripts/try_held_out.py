@@ -108,8 +108,8 @@ def main() -> None:
     fresh = PretrainingModel(model.config, len(vocabulary), model.objectives)
     found, chance = (tell_order(one, sentences, vocabulary) for one in (model, fresh))
     print(
-        f"of {len(sentences)} held-out sentences, each beside its words in another order, it finds "
-        f"{found:.0%} likelier; the same network with random weights {chance:.0%}"
+        f"it prefers {found:.0%} of {len(sentences)} held-out sentences to the same words in "
+        f"another order; the same network with random weights prefers {chance:.0%}"
     )
 
 

@@ -77,8 +77,10 @@ def test_the_command_shows_fillings_with_the_truth_and_random_weights_beside(
     lines = capsys.readouterr().out.splitlines()
     assert sum("[MASK]" in line for line in lines) == 5
     assert sum("; the truth: " in line for line in lines) == 5
-    found = re.fullmatch(r"of (\d+) held-out .* finds (\d+)% .* weights (\d+)%", lines[-1])
-    assert 100 < int(found[1]) <= 200
+    found = re.fullmatch(
+        r"it prefers (\d+)% of (\d+) held-out .* weights prefers (\d+)%", lines[-1]
+    )
+    assert 100 < int(found[2]) <= 200
 
 
 def test_a_model_of_few_positions_is_shown_sentences_that_fit(
@@ -89,7 +91,7 @@ def test_a_model_of_few_positions_is_shown_sentences_that_fit(
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["try", str(tmp_path / "export"), str(prepared / "data")])
     run_command(try_held_out.main)
-    assert "held-out sentences, each beside its words" in capsys.readouterr().out
+    assert "held-out sentences to the same words" in capsys.readouterr().out
 
 
 def test_each_sentence_has_its_own_fillings_and_the_model_is_named_before_random_weights(
@@ -109,7 +111,8 @@ def test_each_sentence_has_its_own_fillings_and_the_model_is_named_before_random
     try_held_out.main()
     said = capsys.readouterr().out
     assert re.findall(r"word\d 100%", said) == [f"word{i} 100%" for i in range(5)]
-    assert "finds 100% likelier; the same network with random weights 0%" in said
+    assert "it prefers 100% of " in said
+    assert "another order; the same network with random weights prefers 0%" in said
 
 
 def test_another_vocabulary_is_one_line(prepared, tmp_path, monkeypatch, capsys) -> None:
