@@ -409,7 +409,9 @@ def describe_runs(title: str, system: dict, metric: str) -> None:
     name, rows = system["setting"], {}
     for run in system["runs"]:
         best = run["dev"][run["best_epoch"] - 1][metric]
-        cell = f"{best:.3f} (epoch {run['best_epoch']}{', diverged' * run['has_diverged']})"
+        cell = f"{best:.3f}"
+        if name == "learning_rate":  # the others are fitted at once, without epochs
+            cell += f" (epoch {run['best_epoch']}{', diverged' * run['has_diverged']})"
         rows.setdefault(run[name], []).append(cell)
     print(f"{title}: dev {metric} by {name}, a column per seed")
     for setting, cells in rows.items():
@@ -423,7 +425,7 @@ def describe_model(folder: Path) -> dict:
     if weights.exists():
         found["sha256"] = hash_file(weights)
     if marker.exists():
-        told = read_json(marker, {str: object}, "put a sound copy back")
+        told = read_json(marker, {str: object}, "put an intact copy back")
         found |= {name: told[name] for name in told if name not in ("files", "schema")}
     return found
 

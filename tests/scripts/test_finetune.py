@@ -195,6 +195,8 @@ def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
     table = capsys.readouterr().out.splitlines()
     for title in ("pretrained ", "random weights ", "bag of words ", "always "):
         assert [line for line in table if line.startswith(title) and "0." in line]
+    start = table.index("bag of words: dev accuracy by C, a column per seed")
+    assert "(epoch" in table[start - 1] and "(epoch" not in "".join(table[start : start + 5])
 
 
 @pytest.mark.filterwarnings("error")
