@@ -70,8 +70,10 @@ def print_table(results: dict) -> None:
             print(f"{name:38}" + "".join(f"{column[level][name]:10.3f}" for column in columns))
         print()
     means = "".join(f"{column['mean']:10.3f}" for column in columns)
-    print(f"{'mean over ' + str(len(columns[0]['UID'])) + ' paradigms':38}{means}")
-    print(f"{results['pairs']:,} pairs, {results['pairs_per_second']:,.0f} a second")
+    paradigms, pairs = len(columns[0]["UID"]), results["pairs"]
+    print(f"{f'mean over {paradigms} paradigm' + 's' * (paradigms != 1):38}{means}")
+    speed = f"{results['pairs_per_second']:,.0f} per second"
+    print(f"{pairs:,} pair{'s' * (pairs != 1)}, {speed}")
 
 
 def main() -> None:

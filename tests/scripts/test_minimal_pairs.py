@@ -287,3 +287,16 @@ def test_the_good_sentence_is_the_first_one_and_the_baseline_counts_the_training
     found = minimal_pairs.measure(export, pairs, within_word, prepared / "data/store")
     assert found["accuracy"]["UID"]["likelier"] == found["unigram"]["UID"]["oftener"] == 1
     assert asked == [within_word]
+
+
+def test_the_table_counts_one_pair_and_one_paradigm_as_one(monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import minimal_pairs
+
+    accuracy = {"field": {}, "linguistics_term": {}, "UID": {"number": 1.0}, "mean": 1.0}
+    found = {"accuracy": accuracy, "pairs": 1, "pairs_per_second": 20.0}
+    minimal_pairs.print_table(found)
+    assert [*map(str.split, capsys.readouterr().out.splitlines())][-2:] == [
+        ["mean", "over", "1", "paradigm", "1.000"],
+        ["1", "pair,", "20", "per", "second"],
+    ]
