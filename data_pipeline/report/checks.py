@@ -57,8 +57,8 @@ def check_results(result: dict) -> list[dict]:
                 told <= limit,
             )
     covered = coverage["covered"]
-    check("Tokens in a pair of the epoch", percent(covered), "≥ 99.50 %", covered >= 0.995)
-    none("Tokens in more than one", coverage["again"])
+    check("Tokens in a sequence of the epoch", percent(covered), "≥ 99.50 %", covered >= 0.995)
+    none("Tokens in more than one sequence", coverage["again"])
     if bound is None:
         near("Masked tokens", masks["masked"], prob, 0.002, masks["words_masked"])
     else:

@@ -54,9 +54,10 @@ def list_warnings(result: dict) -> list[str]:
     if few := lack_of_sentences(store, result["settings"]["objective"]):
         warnings.append(few)
     if (documents := store["train"]["documents"]) < FEW_DOCUMENTS:
+        found = f"only {documents:,} document{' is' if documents == 1 else 's are'} trained on"
         warnings.append(
-            f"only {documents:,} documents are trained on, so the text has few topics, and random "
-            "segments come from the same few documents again and again; add text, or mark where "
+            f"{found}, so the text has few topics, and random segments come from the "
+            "same few documents again and again; add text, or mark where "
             "documents begin"
         )
     longest = result["corpus"]["longest_documents"][0]
@@ -183,7 +184,11 @@ def list_vocabulary(vocabulary: dict) -> list[tuple[str, str, str]]:
     entropy = vocabulary["unigram_entropy"]
     return [
         ("pieces", f"{vocabulary['pieces']:,}", f"{percent(vocabulary['never_used'])} never occur"),
-        ("tokens per word", f"{vocabulary['tokens_per_word']:.3f}", ""),
+        (
+            "tokens per word",
+            f"{vocabulary['tokens_per_word']:.3f}",
+            "a word is what is masked whole",
+        ),
         ("[UNK]", f"{100 * vocabulary['unknown']:.3f} %", "of the tokens"),
         (
             "single letters",
