@@ -161,7 +161,7 @@ def describe_long_words(report: dict) -> str | None:
         f"at least {report['share_too_long']:.1%} of the text is in words of more than "
         f"{MAX_WORD_CHARACTERS} characters, which become [UNK], as in scripts without spaces "
         "between words; insert spaces, or use the tokenizer of a model of that language "
-        "(vocab.path); data.masking=token never masks such a word whole"
+        "(vocab.path); data.masking=token masks pieces of shorter ones, not all at once"
     )
 
 
@@ -181,12 +181,12 @@ def print_report(report: dict) -> None:
             f"{report['occurrences_of_rare_words_dropped']:,} occurrences; counts are too small "
             f"by at most {report['counts_too_small_by_at_most']:,}"
         )
-    where = report["measured_on"].replace("_", " ")
+    where = report["measured_on"].replace("_", "-")
     print(f"  on {report['measured_words']:,} {where} words:")
-    print("      pieces  tokens a word  whole words   [UNK]  single characters of words")
+    print("      pieces  tokens per word  whole words   [UNK]  single characters of words")
     for row in report["sizes"]:
         print(
-            f"  {row['size']:10,}  {row['tokens_per_word']:13.3f}  {row['whole_words']:11.1%}  "
+            f"  {row['size']:10,}  {row['tokens_per_word']:15.3f}  {row['whole_words']:11.1%}  "
             f"{row['unknown']:6.2%}  {row['single_characters']:6.2%}"
         )
     if report["sizes"][-1]["unknown"] > MUCH_UNKNOWN:
