@@ -166,7 +166,7 @@ def is_prepared(work: Work) -> bool:
         different = (
             []
             if manifest["key"] == key
-            else [("an earlier version wrote it and did not record which")]
+            else ["an earlier version wrote it and did not record which"]
         )
     else:
         different = list_differences(manifest, work.settings)

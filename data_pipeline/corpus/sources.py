@@ -144,9 +144,9 @@ def list_files(patterns: list[str]) -> list[str]:
             raise UserError(f"corpus file {pattern} is a folder; name its files: '{inside}'")
         elif not found:
             what = "no file matches" if has_magic(pattern) else "no corpus file at"
-            advice = "correct corpus.files" + (", or write [[] for a [ in a file name") * (
-                "[" in pattern
-            )
+            advice = "correct corpus.files"
+            if "[" in pattern:
+                advice += ", or write [[] for a [ in a file name"
             raise UserError(f"{what} {pattern} (in {os.getcwd()}); {advice}")
         paths += found
     first: dict[str, str] = {}  # a link to a folder above gives a file forty names

@@ -41,7 +41,7 @@ def read_manifest(folder: Path) -> dict:
     if not path.exists():
         inner = folder / "store"
         advice = (
-            (f"there is one at {inner}")
+            f"there is one at {inner}"
             if inner.exists()
             else "make one: python -m data_pipeline CONFIG"
         )
