@@ -254,7 +254,9 @@ def main() -> None:
     parser.add_argument(
         "--push", metavar="REPO_ID", help="upload the export to this repository of the hub"
     )
-    parser.add_argument("--private", action="store_true", help="make the repository private")
+    parser.add_argument(
+        "--private", action="store_true", help="with --push: use a private repository"
+    )
     args = parser.parse_args()
     if args.private and not args.push:
         parser.error("--private needs --push REPO_ID")
