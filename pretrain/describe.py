@@ -166,7 +166,9 @@ def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str,
 
     evaluation: None stands for a number that was not finite.
     """
-    print(f"done: {step:,} steps; this command trained for {say_duration(seconds)}")
+    print(
+        f"done: {step:,} step{'s' * (step != 1)}; this command trained for {say_duration(seconds)}"
+    )
     print(say_quality({name: value for name, value in evaluation.items() if value is not None}))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {

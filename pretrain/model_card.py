@@ -181,10 +181,14 @@ def training_data(config: Config, manifest: dict | None) -> str:
     train, held_out = manifest["train"], manifest["held_out"]
     return (
         table(("Source", "Language", "Documents", "Sentences", "Tokens"), rows)
-        + f"\nThe training split holds {train['documents']:,} documents ({train['tokens']:,} "
-        f"tokens); {held_out['documents']:,} documents ({held_out['tokens']:,} tokens) were held "
-        "out for the evaluation.\n"
+        + f"\nTraining split: {say_split(train)}. Held out for the evaluation: "
+        f"{say_split(held_out)}.\n"
     )
+
+
+def say_split(split: dict) -> str:
+    plural = "s" * (split["documents"] != 1)
+    return f"{split['documents']:,} document{plural} ({split['tokens']:,} tokens)"
 
 
 def source_name(source: SourceConfig, name: str) -> str:
@@ -210,7 +214,7 @@ def training_procedure(config: Config, state: dict, phases: list[Phase], paramet
         [phase for phase in phases if phase.start == phase.schedule_start],
         lambda phase: (
             f"{phase.train.learning_rate:g}, {phase.train.schedule} schedule after "
-            f"{phase.train.warmup_steps:,} steps of warm-up"
+            f"{phase.train.warmup_steps:,} step{'s' * (phase.train.warmup_steps != 1)} of warm-up"
         ),
     )
     predicted = by_phase(phases, lambda phase: f"{phase.data.masked_lm_prob:.0%}")
@@ -218,7 +222,7 @@ def training_procedure(config: Config, state: dict, phases: list[Phase], paramet
     precision = state["fingerprint"].get("train.precision", train.precision)
     rows = [
         ("Parameters", f"{parameters:,}"),
-        ("Length of training", f"{state['step']:,} steps of {sizes}"),
+        ("Length of training", f"{state['step']:,} step{'s' * (state['step'] != 1)} of {sizes}"),
         ("Optimizer", f"{OPTIMIZERS[train.optimizer]}; weight decay {train.weight_decay:g}"),
         ("Peak learning rate", rates),
         ("Precision", PRECISIONS.get(precision, precision)),

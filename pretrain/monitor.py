@@ -164,20 +164,18 @@ class Monitor:
         if wait > MUCH_WAITING and done > self.start + self.log_every:
             self.warn("data_wait", f"{wait:.0%} of the time is spent waiting for data")
         loss, right = metrics["train/mlm_loss"], metrics.get("train/nsp_accuracy", 1.0)
+        after = f"after {done:,} step{'s' * (done != 1)}"
         if math.isfinite(loss):  # else all steps since the last line were skipped
             self.state["loss"] = loss
         if self.is_reached(self.late, done) and loss > self.entropy - PLATEAU:
-            line = (
-                f"after {done:,} steps the MLM loss is {loss:.3f}, so the model does not use "
-                "context yet"
-            )
+            line = f"{after} the MLM loss is {loss:.3f}, so the model does not use context yet"
             beside = f"unigram entropy of the training text {self.entropy:.3f}"
             self.warn("plateau", f"{line} ({beside})")
         # two standard errors of a coin toss; few pairs cannot show a difference
         two_sigma = 1 / math.sqrt(pairs) if pairs >= FEWEST_PAIRS else -math.inf
         if self.is_reached(self.late_for_pairs, done) and right < 0.5 + two_sigma:
             beside = f"is {right:.3f}, no better than guessing"
-            self.warn("nsp", f"after {done:,} steps the accuracy on pairs {beside}")
+            self.warn("nsp", f"{after} the accuracy on pairs {beside}")
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         counts = {"skipped_steps": self.state["skipped"], "rollbacks": self.state["rollbacks"]}
         return {f"train/{name}": count for name, count in counts.items()} | said

@@ -12,7 +12,7 @@ from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import describe
-from pretrain.config import Config, PhaseConfig, phases_of
+from pretrain.config import Config, PhaseConfig, TrainConfig, phases_of
 from pretrain.describe import (
     TimeLeft,
     describe_end,
@@ -22,6 +22,7 @@ from pretrain.describe import (
     say_quality,
     show_sequence,
 )
+from pretrain.model_card import say_split, training_procedure
 from pretrain.tracking import to_json
 
 
@@ -56,6 +57,18 @@ def test_a_run_says_what_it_does_and_where_everything_is(
     for name in ("export", "metrics.jsonl", "report.html", "checkpoints"):
         assert f"{run_dir / name} " in end
     assert "2 to resume from, the newest step-00000012" in end
+
+
+def test_a_single_step_is_counted_as_one(tmp_path: Path, capsys) -> None:
+    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
+    describe_end(tmp_path, 1, 2.0, {})
+    assert capsys.readouterr().out.startswith("done: 1 step; this command")
+    train = {"max_steps": 10, "warmup_steps": 1, "phases": [PhaseConfig(steps=10)]}
+    config = Config(train=TrainConfig(**train))
+    text = training_procedure(config, {"step": 1, "fingerprint": {}}, phases_of(config), 9)
+    assert "| 1 step of 256 " in text and "after 1 step of warm-up" in text
+    assert say_split({"documents": 1, "tokens": 1234}) == "1 document (1,234 tokens)"
+    assert say_split({"documents": 0, "tokens": 0}) == "0 documents (0 tokens)"
 
 
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
