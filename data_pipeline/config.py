@@ -406,7 +406,8 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     try:
         config.validate()
     except UserError as error:
-        raise UserError(f"{' '.join([path, *overrides])}: {error}") from None
+        named = [item for item in overrides if item.partition("=")[0] in str(error)]
+        raise UserError(f"{' '.join([path, *named])}: {error}") from None
     config.corpus.place_plug_ins(os.path.dirname(path))
     place_folders(config, path)
     return config

@@ -295,3 +295,8 @@ def test_every_field_has_a_sentence_after_it(module):
                 if not (isinstance(value, str) and value.rstrip().endswith(".")):
                     missing.append(f"{node.name}.{line.target.id}")
     assert missing == []
+
+
+def test_a_mistake_on_the_command_line_is_named_by_its_override(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"c\.yaml data\.masked_lm_prob=2: data\.masked_lm"):
+        load(tmp_path, MINIMAL, "seed=1", "data.masked_lm_prob=2")
