@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reference_pairs import make_store
 
 from data_pipeline.build.assemble import unpack_bits
-from data_pipeline.build.identity import list_differences, settings_key, store_settings
+from data_pipeline.build.identity import TEXT_HASH, list_differences, settings_key, store_settings
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.arrays import pack_bits, write_array
 from data_pipeline.common.errors import UserError
@@ -284,6 +284,12 @@ def test_what_differs_is_named_by_source() -> None:
         "corpus.weight was 1.0, is 2.0",
         "vocab.size was 9, is None",
     ]
+
+
+def test_a_source_that_is_gone_is_named_as_in_the_config() -> None:
+    left = store_settings(CorpusConfig(files="a"), VocabConfig(), [], [])
+    built = left | {f"corpus.sources[1].{TEXT_HASH}": "the hash of its text"}
+    assert list_differences({"settings": built}, left) == ["corpus.sources[1] is gone"]
 
 
 # --- whose folder it is ---------------------------------------------------------------------------
