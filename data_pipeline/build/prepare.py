@@ -163,11 +163,9 @@ def is_prepared(work: Work) -> bool:
     manifest = read_manifest(store_dir)
     if manifest["schema"] == 1:
         key = key_of_schema_1(work.corpus, work.config.vocab, work.chunks, work.existing)
-        different = (
-            []
-            if manifest["key"] == key
-            else ["an earlier version wrote it and did not record which"]
-        )
+        different = []
+        if manifest["key"] != key:
+            different.append("an earlier version wrote it and did not record which")
     else:
         different = list_differences(manifest, work.settings)
     if different:
