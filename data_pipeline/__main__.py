@@ -1,19 +1,15 @@
 """Prepare a corpus for training: `python -m data_pipeline CONFIG [key=value ...]`."""
 
-import argparse
 from pathlib import Path
 
+from data_pipeline.common.arguments import config_parser
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.signals import catch_signals
 
 
 def main() -> None:
     catch_signals("finished work is kept; start the same command again to continue")
-    parser = argparse.ArgumentParser(prog="python -m data_pipeline", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
-    )
+    parser = config_parser(__doc__, "python -m data_pipeline")
     parser.add_argument("--workers", type=int, help="number of processes (default: one per core)")
     parser.add_argument(
         "--cluster", metavar="ADDRESS", help="run on the workers of this dask scheduler"

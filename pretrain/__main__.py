@@ -4,7 +4,6 @@
 `python -m pretrain configs` lists the recipes, and copies one as a CONFIG to edit.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from data_pipeline.common.arguments import config_parser
 from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.common.signals import catch_signals, die_with_launcher, outlive_readers
 from pretrain import recipes
@@ -26,11 +26,7 @@ def main() -> None:
     catch_signals("no new step is done yet; start the same command again")
     outlive_readers()
     die_with_launcher()  # before the slow imports, during which a launcher may end
-    parser = argparse.ArgumentParser(prog="python -m pretrain", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
-    )
+    parser = config_parser(__doc__, "python -m pretrain")
     args = parser.parse_intermixed_args()
     from data_pipeline.config import load_config  # a signal may come during any import
     from pretrain.config import Config

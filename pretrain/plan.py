@@ -5,7 +5,6 @@ Measures the real model on the prepared data or, before there is any, estimates 
 the corpus. `--check` overfits one batch instead, to show that the model can learn.
 """
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from data_pipeline.common.arguments import config_parser
 from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.config import load_config
 from data_pipeline.sampling.batch_source import BatchSource, count_passes
@@ -353,11 +353,7 @@ def check_learning(config: Config) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m pretrain.plan", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
-    )
+    parser = config_parser(__doc__, "python -m pretrain.plan")
     parser.add_argument(
         "--check", action="store_true", help="overfit one batch instead of planning"
     )

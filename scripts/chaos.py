@@ -13,7 +13,6 @@ of the last step. Prints a line a fault, and a table by kind; exits with code 1 
 survive.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from data_pipeline.common.arguments import config_parser  # noqa: E402
 from data_pipeline.common.errors import run_command  # noqa: E402
 from pretrain.checkpoint import (  # noqa: E402
     list_checkpoints,
@@ -431,9 +431,7 @@ def try_kind(chaos: Chaos, kind: str, each: int, seed: int) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser = config_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a new folder for all runs")
     parser.add_argument("--each", type=int, default=6, help="faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)

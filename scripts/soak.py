@@ -7,7 +7,6 @@ had at the start and at the end of the rest; --page draws all of it. Exits with 
 0.2 MB a minute.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from data_pipeline.common.arguments import config_parser  # noqa: E402
 from data_pipeline.common.pages import Line, draw_chart, render_template  # noqa: E402
 
 MOST = 0.2  # MB a minute
@@ -115,9 +115,7 @@ def draw_page(config: str, found: dict, samples: list[np.ndarray]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser = config_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--page", type=Path, metavar="FILE", help="draw the samples")

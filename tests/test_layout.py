@@ -12,7 +12,10 @@ from helpers import ROOT
 
 # Each module imports only modules before it; a new one has to find its place here.
 FLOORS = [
-    ("data_pipeline.common", "errors streams system signals reading arrays plug_ins folders pages"),
+    (
+        "data_pipeline.common",
+        "arguments errors streams system signals reading arrays plug_ins folders pages",
+    ),
     ("data_pipeline", "config"),
     (
         "data_pipeline.sampling",

@@ -4,7 +4,6 @@
 `data_dir/report.json`.
 """
 
-import argparse
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from markupsafe import Markup, escape
 
 from data_pipeline.build.assemble import SIZES
+from data_pipeline.common.arguments import config_parser
 from data_pipeline.common.errors import red
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, render_template
@@ -330,11 +330,7 @@ def write_report(result: dict) -> None:
 
 def main() -> None:
     """Write the report of a prepared corpus, and print its checks."""
-    parser = argparse.ArgumentParser(prog="python -m data_pipeline.report", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="override a field of the file"
-    )
+    parser = config_parser(__doc__, "python -m data_pipeline.report")
     args = parser.parse_intermixed_args()
     config = load_config(DataConfig, args.config, args.overrides)
     result = measure(config)
