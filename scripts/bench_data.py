@@ -133,7 +133,7 @@ def sample_documents(config: DataConfig) -> list[list[str]]:
     every = max(1, os.path.getsize(config.corpus.files) // SAMPLE_BYTES)
     texts = (text for chunk in chunks for text in read_documents(chunk, config.corpus, rejects))
     chosen = (text for number, text in enumerate(texts) if number % every == 0)
-    return [list(split_sentences(text, split)) for text in chosen]
+    return [split_sentences(text, split) for text in chosen]
 
 
 def measure_sentences(folder: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from data_pipeline.vocabulary.words import (
 
 BATCH_CHARACTERS = 1 << 17  # characters to number at once: they fit the processor's cache
 BATCH_SENTENCES = 1 << 12  # sentences to encode at once, and at most to number at once
+KNOWN = 1 << 17  # words whose ids are kept: 30 MB
 BATCH_WORDS = 1 << 20  # words to count or to pack the starts of at once
 SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # suffixes are numpy types
 
@@ -88,7 +89,7 @@ def scan_group(
                 held_out = number < selected.limit
                 kept, copies = selected.take(document, number, held_out, rejects)
                 lines = kept.split("\n") if whole else [kept]
-                parts = (list(split_sentences(line, split)) for line in lines)
+                parts = (split_sentences(line, split) for line in lines)
                 if whole:
                     parts = map(keep_spaces, lines, parts)
                 sentences = list(chain.from_iterable(parts))
@@ -195,27 +196,55 @@ def merge_counts(scans: list[Path], split: str, whole: bool = False) -> WordCoun
 # ---------------------------------------------------------------------------------- encode
 
 
+class WordIds(dict):
+    """Maps a word to the bytes of its token ids, as `dtype`.
+
+    A process uses one for all its scans, so that most words are tokenized once. It keeps the first
+    `KNOWN` words, since frequent words tend to come early.
+    """
+
+    def __init__(self, vocab_dir: Path):
+        self.vocabulary, self.is_whole = read_vocabulary(vocab_dir), is_whole(vocab_dir)
+        self.tokenize = None if self.is_whole else load_tokenizer(vocab_dir).model.tokenize
+        self.dtype = np.dtype(dtype_of(len(self.vocabulary)))
+        self.unknown = [self.vocabulary["[UNK]"]]
+
+    def __missing__(self, word: str) -> bytes:
+        if self.is_whole:
+            ids = read_ids(word)
+        else:
+            ids = [token.id for token in self.tokenize(word)] or self.unknown
+        found = array(self.dtype.char, ids).tobytes()
+        if len(self) < KNOWN:
+            self[word] = found
+        return found
+
+    def mark_units(self, table: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Mark the tokens at which a masking unit starts, bool, in words of another kind of
+        tokenizer that lie end to end in a table of ids."""
+        pieces = [self.vocabulary.pieces[i] for i in table]
+        is_bytes = self.vocabulary.begin == BYTES_BEGIN
+        found = (find_units(pieces[a:b], is_bytes) for a, b in pairwise(ends.tolist()))
+        return np.array(list(chain.from_iterable(found)), bool)
+
+
+load_word_ids = lru_cache(1)(WordIds)  # its file does not change: its name has the settings
+
+
 def encode_scan(scan: Path, out: Path, vocab_dir: Path) -> None:
     """Encode a scanned file chunk: write its token arrays for both splits to folder `out`.
 
     Also writes `entries.json`, the sizes of each split that is not empty.
     """
-    vocabulary = read_vocabulary(vocab_dir)
-    whole, unknown = is_whole(vocab_dir), [vocabulary["[UNK]"]]
-    tokenize = None if whole else load_tokenizer(vocab_dir).model.tokenize
+    known = load_word_ids(vocab_dir)
     words = (scan / "words.txt").read_text(encoding="utf-8").split("\n")
-    ids, ends = array("I"), array("I", [0])  # word 0 marks the end of a sentence
-    units = [] if whole else None
+    ids, ends = bytearray(), array("I", [0])  # word 0 marks the end of a sentence
     for word in words[1:]:
-        if whole:
-            ids.extend(read_ids(word))
-            pieces = [vocabulary.pieces[i] for i in ids[ends[-1] :]]
-            units += find_units(pieces, vocabulary.begin == BYTES_BEGIN)
-        else:
-            ids.extend([token.id for token in tokenize(word)] or unknown)
+        ids += known[word]
         ends.append(len(ids))
-    table, ends = np.array(ids, dtype_of(len(vocabulary))), np.array(ends, np.int32)
-    units = None if units is None else np.array(units, bool)
+    table = np.frombuffer(ids, known.dtype)
+    ends = np.array(ends, np.int32) // table.itemsize
+    units = known.mark_units(table, ends) if known.is_whole else None
     lengths = np.diff(ends, prepend=np.int32(0))
     starts = ends - lengths
     with sealed_folder(out, shared=True) as folder:

@@ -78,6 +78,8 @@ def join_fragments(parts: list[str]) -> list[str]:
     The number of a list item joins the sentence after it; other marks (a bracket, an emoji) join
     the sentence before.
     """
+    if parts and min(map(len, parts)) > LONGEST_FRAGMENT:
+        return parts
     sentences, opening = [], ""
     for part in parts:
         if len(part) > LONGEST_FRAGMENT or any(map(str.isalpha, part)):
@@ -100,30 +102,29 @@ def find_fault(paragraph: str, sentences: list[str]) -> str | None:
     return "it must return a list of str without line ends"
 
 
-def split_sentences(document: str, split: Callable[[str], list[str]]) -> Iterator[str]:
-    """Yield the sentences of a document: each within a line, not blank, at most `MAX_CHARACTERS`.
+def split_sentences(document: str, split: Callable[[str], list[str]]) -> list[str]:
+    """Split a document into sentences: each within a line, not blank, at most `MAX_CHARACTERS`.
 
     A longer sentence is cut at a space, or inside a word if it has no space to cut at.
     """
+    found = []
     for paragraph in document.split("\n"):
         if not paragraph or paragraph.isspace():
             continue
-        for sentence in split(paragraph):
-            if len(sentence) <= MAX_CHARACTERS:
-                if sentence and not sentence.isspace():
-                    yield sentence
-                continue
-            yield from cut(sentence)
+        sentences = split(paragraph)
+        if sentences and max(map(len, sentences)) > MAX_CHARACTERS:
+            sentences = chain.from_iterable(map(cut, sentences))
+        found += [sentence for sentence in sentences if sentence and not sentence.isspace()]
+    return found
 
 
 def cut(sentence: str) -> Iterator[str]:
+    """Yield the parts of a sentence, each of at most `MAX_CHARACTERS`."""
     start = 0
     while start < len(sentence):
         end = start + MAX_CHARACTERS
         if end < len(sentence):
             places = range(end - 1, start, -1)
             end = next((i + 1 for i in places if sentence[i].isspace()), end)
-        part = sentence[start:end]
-        if not part.isspace():
-            yield part
+        yield sentence[start:end]
         start = end

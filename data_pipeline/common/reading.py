@@ -113,6 +113,8 @@ def find_other(value: Any, shape: Any) -> tuple[str, Any] | None:
         others = [find_other(value, one) for one in shape]
         return None if None in others else others[0]
     if isinstance(shape, list | dict) and type(value) is type(shape):
+        if is_uniform(value, shape):
+            return None
         for key, item, one in list_inner(value, shape):
             if other := find_other(item, one):
                 name = f"[{key}]" if isinstance(shape, list) else f".{key}"
@@ -129,6 +131,16 @@ def find_other(value: Any, shape: Any) -> tuple[str, Any] | None:
     else:
         fits = shape in (object, type(value))
     return None if fits else ("", value)
+
+
+def is_uniform(value: list | dict, shape: list | dict) -> bool:
+    """Tell quickly whether a list or an object holds integers of a range or texts only, as a
+    vocabulary does, and should; False leaves it open."""
+    one = shape[0] if isinstance(shape, list) else shape.get(str)
+    values = value if isinstance(value, list) else value.values()
+    if isinstance(one, range):
+        return set(map(type, values)) == {int} and min(values) in one and max(values) in one
+    return one is str and set(map(type, values)) == {str}
 
 
 def list_inner(value: Any, shape: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -81,7 +81,7 @@ def test_the_store_holds_the_ids_of_every_sentence_in_order(prepared: Path):
     expected: dict[bool, list] = {False: [], True: []}
     for document in (part.strip("\n") for part in text.split("\n\n")):
         lines = [line for line in document.split("\n") if line.strip()]
-        sentences = list(split_sentences(document, sentence_splitter("en")))
+        sentences = split_sentences(document, sentence_splitter("en"))
         ids = [encoding.ids for encoding in tokenizer.encode_batch(sentences)]
         expected[held_out("\n".join(lines), 0.2)].append([i for i in ids if i])
     assert documents_of(prepared / "data", "train") == expected[False]
@@ -174,6 +174,7 @@ def test_batches_leave_no_trace(files, tmp_path: Path, monkeypatch, uninterrupte
     monkeypatch.setattr("data_pipeline.build.encode.BATCH_SENTENCES", batch)
     monkeypatch.setattr("data_pipeline.build.encode.BATCH_WORDS", batch)
     monkeypatch.setattr("data_pipeline.build.encode.BATCH_CHARACTERS", 100 * batch)
+    monkeypatch.setattr("data_pipeline.build.encode.KNOWN", 10 * (batch - 1))
     prepare(config_of(files, tmp_path / "data"), workers=1)
     assert contents(tmp_path / "data") == uninterrupted
 

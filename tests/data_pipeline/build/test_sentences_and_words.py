@@ -50,7 +50,7 @@ def without_space(text: str) -> str:
 )
 def test_no_text_is_lost_between_sentences(paragraphs: list[str], language: str, times: int):
     document = "\n".join(paragraph * times for paragraph in paragraphs)
-    sentences = list(split_sentences(document, sentence_splitter(language)))
+    sentences = split_sentences(document, sentence_splitter(language))
     assert without_space("".join(sentences)) == without_space(document)
     for sentence in sentences:
         assert sentence.strip() and "\n" not in sentence
@@ -160,7 +160,7 @@ def test_what_has_no_letter_is_no_sentence(language: str, paragraph: str, senten
 @pytest.mark.parametrize("unit", ["x", "字", "word ", "0123456789" * 250 + " ", "🐎 "])
 def test_a_line_without_end_is_cut_and_kept(unit: str):
     document = unit * (1_000_000 // len(unit))
-    sentences = list(split_sentences(document, sentence_splitter("en")))
+    sentences = split_sentences(document, sentence_splitter("en"))
     assert max(map(len, sentences)) <= MAX_CHARACTERS
     assert without_space("".join(sentences)) == without_space(document)
 
@@ -168,7 +168,7 @@ def test_a_line_without_end_is_cut_and_kept(unit: str):
 @pytest.mark.parametrize("space", [" ", "\t", "\u00a0", "\u3000"])
 def test_a_long_sentence_is_cut_between_words(space: str):
     words = [f"word{i}" for i in range(5000)]
-    sentences = list(split_sentences(space.join(words), sentence_splitter("en")))
+    sentences = split_sentences(space.join(words), sentence_splitter("en"))
     assert len(sentences) > 1
     assert " ".join(sentences).split() == words
 

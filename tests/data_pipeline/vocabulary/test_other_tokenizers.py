@@ -86,7 +86,7 @@ def test_a_store_holds_the_ids_that_the_tokenizer_gives_each_document(
 def test_sentences_keep_the_spaces_after_them():
     split = sentence_splitter("en")
     line = " One is here. Two is there.“Three” is last. "
-    sentences = list(split_sentences(line, split))
+    sentences = split_sentences(line, split)
     wanted = [" One is here. ", "Two is there.", "“Three” is last. \n"]
     assert keep_spaces(line, sentences) == wanted
     assert keep_spaces(line, [sentence.strip() for sentence in sentences]) == [
