@@ -272,7 +272,7 @@ def list_examples(result: dict) -> list[tuple[str, list[tuple[str, Markup]]]]:
 
 def render_page(result: dict) -> str:
     """Render the report as one HTML page that loads no other files."""
-    corpus, rates = result["corpus"], result["masks"]["by_pieces"]
+    corpus, masks = result["corpus"], result["masks"]
     settings = {name: value for name, value in result["settings"].items() if value is not None}
     return render_template(
         Path(__file__).with_name("page.html"),
@@ -292,8 +292,10 @@ def render_page(result: dict) -> str:
         guesses=list_guesses(result),
         pair_charts=draw_pairs(result),
         mask_charts=draw_masks(result),
-        mask_rates=[[pieces_name(r["pieces"]), r["words"], percent(r["masked"])] for r in rates],
-        kinds=KINDS,
+        mask_rates=[
+            [pieces_name(r["pieces"]), r["words"], percent(r["masked"])] for r in masks["by_pieces"]
+        ],
+        kinds={kind: text for kind, text in KINDS.items() if masks["replaced"][kind]},
         examples=list_examples(result),
     )
 

@@ -411,6 +411,15 @@ def test_what_is_unusual_comes_first(result) -> None:
     assert first < page.index("checks") < page.index("Tokens of a document")
 
 
+def test_the_legend_has_only_the_fates_that_masked_tokens_have(result: dict) -> None:
+    masks = result["masks"] | {"replaced": {"mask": 1.0, "random": 0.0, "kept": 0.0}}
+    for found, are_shown in ((result, True), (result | {"masks": masks}, False)):
+        text = Page(report.render_page(found)).text
+        assert "To be predicted: [MASK]" in " ".join(text.split())
+        assert ("a random piece in its place" in text) == are_shown
+        assert ("kept as it was" in text) == are_shown
+
+
 def test_text_of_the_corpus_cannot_become_markup() -> None:
     words = [("<script>", "<script>", ""), ("a&b", "<i>", "random"), ("##c", "##c", "")]
     assert report.render_words(words) == (
