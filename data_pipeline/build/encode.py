@@ -45,7 +45,7 @@ from data_pipeline.vocabulary.words import (
 
 BATCH_CHARACTERS = 1 << 17  # characters to number at once: they fit the processor's cache
 BATCH_SENTENCES = 1 << 12  # sentences to encode at once, and at most to number at once
-KNOWN = 1 << 17  # words whose ids are kept: 30 MB
+KNOWN = 1 << 16  # words whose ids are kept: some 10 MB
 BATCH_WORDS = 1 << 20  # words to count or to pack the starts of at once
 SCAN_FILES = ("words.u4", "sentences.i4", "documents.i4", "units.u1")  # suffixes are numpy types
 
