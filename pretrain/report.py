@@ -44,6 +44,22 @@ WARNINGS = {  # metric of the monitor -> what it says
 }
 PAGES = ("report.html", "compared.html")  # of one run, and of several
 UNIGRAM_PAIRS = "eval/minimal_pairs_unigram"
+FIGURES = {  # metric -> what it is, form of its value
+    "eval/mlm_loss": ("held-out loss, nats", "{:.3f}"),
+    "eval/mlm_bits_per_byte": ("bits per byte of text", "{:.3f}"),
+    "eval/mlm_accuracy": ("masked tokens correct", "{:.1%}"),
+    "eval/nsp_accuracy": ("pairs correct", "{:.1%}"),
+    "eval/rtd_auc": ("replaced tokens, area under the curve", "{:.3f}"),
+    "eval/minimal_pairs": ("minimal pairs correct", "{:.1%}"),
+    "perf/tokens_per_second": ("tokens per second", "{:,.0f}"),
+    "perf/mfu": ("model FLOP utilization", "{:.1%}"),
+}
+BASELINES = {  # metric -> what to compare it with, how that guesses
+    "eval/mlm_loss": ("eval/unigram_entropy", "without context"),
+    "eval/mlm_accuracy": ("eval/unigram_accuracy", "always the same token"),
+    "eval/nsp_accuracy": ("eval/nsp_by_shared_words", "by shared words alone"),
+    "eval/minimal_pairs": (UNIGRAM_PAIRS, "by token frequencies alone"),
+}
 PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 
 
@@ -53,8 +69,8 @@ PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 def judge_run(run: RunRecord) -> tuple[str, str]:
     """Judge where a run stands; returns the verdict and the reason for it."""
     losses, entropies = run.losses("eval"), run.series("eval/unigram_entropy")
-    evaluations = (line for line in reversed(run.lines) if "eval/mlm_loss" in line)
-    if next(evaluations, {"eval/mlm_loss": 0})["eval/mlm_loss"] is None:
+    recorded = [line["eval/mlm_loss"] for line in run.lines if "eval/mlm_loss" in line]
+    if recorded and recorded[-1] is None:
         return "Broken", "the newest held-out loss is not a finite number"
     if not losses or not entropies:
         return "Not evaluated yet", "there is no held-out loss yet"
@@ -114,42 +130,11 @@ def list_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         if step == judged or not name.startswith("eval/")  # pairs of an earlier phase are left out
     }
     figures = []
-
-    def add(what: str, name: str, form: str, beside: str = "", remark: str = "{}") -> None:
-        value, other = newest.get(name), newest.get(beside)
-        if value is not None:
-            told = remark.format(form.format(other)) if other is not None else ""
-            figures.append((what, form.format(value), told))
-
-    number, share = "{:.3f}", "{:.1%}"
-    add(
-        "held-out loss, nats", "eval/mlm_loss", number, "eval/unigram_entropy", "without context {}"
-    )
-    add("bits per byte of text", "eval/mlm_bits_per_byte", number)
-    add(
-        "masked tokens correct",
-        "eval/mlm_accuracy",
-        share,
-        "eval/unigram_accuracy",
-        "always the same token {}",
-    )
-    add(
-        "pairs correct",
-        "eval/nsp_accuracy",
-        share,
-        "eval/nsp_by_shared_words",
-        "by shared words alone {}",
-    )
-    add("replaced tokens, area under the curve", "eval/rtd_auc", number)
-    add(
-        "minimal pairs correct",
-        "eval/minimal_pairs",
-        share,
-        "eval/minimal_pairs_unigram",
-        "by token frequencies alone {}",
-    )
-    add("tokens per second", "perf/tokens_per_second", "{:,.0f}")
-    add("model FLOP utilization", "perf/mfu", share)
+    for name, (what, form) in FIGURES.items():
+        if name in newest:
+            baseline, guess = BASELINES.get(name, ("", ""))
+            beside = f"{guess} {form.format(newest[baseline])}" if baseline in newest else ""
+            figures.append((what, form.format(newest[name]), beside))
     return figures
 
 
@@ -194,15 +179,15 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
         if name.startswith("eval/minimal_pairs") and name != UNIGRAM_PAIRS
     }
     frequencies = {f"eval/mlm_loss_{name}": name for name in ("frequent", "medium", "rare")}
-    charts = [
-        draw_both_splits(
+    return [
+        *draw_both_splits(
             runs,
             "mlm_loss",
             "Loss on masked tokens",
             "nats",
             {"eval/unigram_entropy": "without context"},
         ),
-        draw_both_splits(
+        *draw_both_splits(
             runs,
             "nsp_accuracy",
             pairs,
@@ -246,7 +231,6 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
             percent=True,
         ),
     ]
-    return [chart for chart in charts if chart]
 
 
 def draw_both_splits(
@@ -256,8 +240,8 @@ def draw_both_splits(
     unit: str,
     baselines: dict[str, str],
     percent: bool = False,
-) -> dict | None:
-    """Draw a metric in training and held out, with baselines; None if no run has it.
+) -> list[dict]:
+    """Draw a metric in training and held out, with baselines; no chart if no run has it.
 
     baselines: metric -> its name in the legend.
     """
@@ -268,10 +252,10 @@ def draw_both_splits(
         lines.append(Line(name, trained, i, "faint"))
         lines.append(Line("held out" if is_one else run.name, held_out, i, "dots"))
     if not any(line.points for line in lines):
-        return None
+        return []
     unit += "" if is_one else "; thin lines: training"
     lines += draw_baselines(runs, baselines)
-    return draw_chart(title, unit, lines, x_unit="tokens", percent=percent)
+    return [draw_chart(title, unit, lines, x_unit="tokens", percent=percent)]
 
 
 def draw_baselines(runs: list[RunRecord], baselines: dict[str, str]) -> list[Line]:
@@ -379,7 +363,7 @@ def is_long(word: str) -> bool:
 def render_runs(runs: list[RunRecord]) -> str:
     """Render the page of one run, or of several laid over each other."""
     is_one = len(runs) == 1
-    differences = [""] if is_one else list_differences(runs)
+    settings = [describe_model(runs[0].config)] if is_one else list_differences(runs)
     standings = [
         {
             "name": run.name,
@@ -387,11 +371,11 @@ def render_runs(runs: list[RunRecord]) -> str:
             "progress": say_progress(run),
             "best": say_best(run),
             "warnings": list_warnings(run),
-            "settings": describe_model(run.config) if is_one else difference,
+            "settings": setting,
             "fillings": list_fillings(run),
             "neighbours": find_neighbours(run),
         }
-        for run, difference in zip(runs, differences, strict=True)
+        for run, setting in zip(runs, settings, strict=True)
     ]
     return render_template(
         Path(__file__).with_name("report.html"),
