@@ -52,20 +52,18 @@ def show_sequence(batch: Batch, vocabulary: Vocabulary, objective: str) -> str:
     """Format a batch of one sequence: pair label, tokens, and MLM labels in parentheses."""
     show = vocabulary.show
     labels = dict(zip(batch.masked_positions.tolist(), batch.masked_labels.tolist(), strict=True))
-    words = (
+    words = [
         show(token) + (f"({show(labels[i])})" if i in labels else "")
         for i, token in enumerate(batch.input_ids.tolist())
-    )
-    label = LABELS[objective][int(batch.next_sentence_label)] if batch.pairs else ""
-    return " ".join([f"{label}:"] * bool(label) + list(words))
+    ]
+    if batch.pairs:
+        words.insert(0, f"{LABELS[objective][int(batch.next_sentence_label)]}:")
+    return " ".join(words)
 
 
 @dataclass
 class TimeLeft:
-    """Estimate the remaining time of a run from its speed since `start`.
-
-    A step counts as its number of tokens, so that a last phase of long sequences is included.
-    """
+    """Estimate the remaining time of a run from its speed since `start`."""
 
     phases: list[Phase]
     start: int
@@ -73,15 +71,19 @@ class TimeLeft:
 
     def seconds(self, done: int) -> float:
         elapsed = time.perf_counter() - self.began
-        return elapsed * self.work(done, self.phases[-1].end) / self.work(self.start, done)
+        left = count_work(self.phases, done, self.phases[-1].end)
+        return elapsed * left / count_work(self.phases, self.start, done)
 
-    def work(self, first: int, last: int) -> int:
-        return sum(
-            max(0, min(last, phase.end) - max(first, phase.start))
-            * phase.train.global_batch_size
-            * phase.data.max_seq_length
-            for phase in self.phases
-        )
+
+def count_work(phases: list[Phase], first: int, last: int) -> int:
+    """Count the tokens of the steps from `first` to `last` if all sequences had full length, so
+    that a last phase of long ones counts for more."""
+    return sum(
+        max(0, min(last, phase.end) - max(first, phase.start))
+        * phase.train.global_batch_size
+        * phase.data.max_seq_length
+        for phase in phases
+    )
 
 
 def say_duration(seconds: float) -> str:
@@ -106,16 +108,18 @@ def say_evaluation(metrics: dict[str, float], objective: str) -> str:
     for name, loss in metrics.items():
         if name.startswith("eval/mlm_loss_at_"):
             phrases.append(f"at length {name.rpartition('_')[2]} {loss:.3f} nats")
-    for name, metric, baseline in (
-        (f"{objective.upper()} accuracy", "eval/nsp_accuracy", "nsp_majority"),
-        ("RTD AUC", "eval/rtd_auc", ""),
-        ("minimal pairs", "eval/minimal_pairs", "minimal_pairs_unigram"),
-    ):
-        if metric in metrics:
-            beside = "guessing 0.5"
-            if baseline:
-                beside = f"{baseline.split('_')[-1]} {metrics[f'eval/{baseline}']:.3f}"
-            phrases.append(f"{name} {metrics[metric]:.3f} ({beside})")
+    if "eval/nsp_accuracy" in metrics:
+        phrases.append(
+            f"{objective.upper()} accuracy {metrics['eval/nsp_accuracy']:.3f} (majority "
+            f"{metrics['eval/nsp_majority']:.3f})"
+        )
+    if "eval/rtd_auc" in metrics:
+        phrases.append(f"RTD AUC {metrics['eval/rtd_auc']:.3f} (guessing 0.5)")
+    if "eval/minimal_pairs" in metrics:
+        phrases.append(
+            f"minimal pairs {metrics['eval/minimal_pairs']:.3f} (unigram "
+            f"{metrics['eval/minimal_pairs_unigram']:.3f})"
+        )
     return "; ".join(phrases) or "sentences filled in"
 
 
@@ -172,16 +176,15 @@ def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str,
     print(say_quality({name: value for name, value in evaluation.items() if value is not None}))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {
-        run_dir / "export": "the model; load it with from_pretrained of transformers",
-        run_dir / "metrics.jsonl": "the record: losses, accuracies and speed by step",
-        run_dir / "report.html": "the page of the run: its state and its curves",
-        run_dir
-        / "checkpoints": f"{len(checkpoints)} to resume from, the newest {checkpoints[-1].name}",
+        "export": "the model; load it with from_pretrained of transformers",
+        "metrics.jsonl": "the record: losses, accuracies and speed by step",
+        "report.html": "the page of the run: its state and its curves",
+        "checkpoints": f"{len(checkpoints)} to resume from, the newest {checkpoints[-1].name}",
     }
-    width = max(len(str(path)) for path in rows)
-    for path, what in rows.items():
-        if path.exists():
-            print(f"  {path!s:{width}}  {what}")
+    width = max(len(str(run_dir / name)) for name in rows)
+    for name, what in rows.items():
+        if (run_dir / name).exists():
+            print(f"  {run_dir / name!s:{width}}  {what}")
     print(
         "for more steps, run the same command with a larger train.max_steps; it says what else is "
         "needed"

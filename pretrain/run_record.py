@@ -12,7 +12,7 @@ import numpy as np
 
 from data_pipeline.common.errors import check
 from pretrain.config import Config, Phase, phase_at, phases_of
-from pretrain.describe import TimeLeft
+from pretrain.describe import count_work
 from pretrain.read_run import read_run_config
 from pretrain.tracking import read_metrics
 
@@ -114,5 +114,5 @@ class RunRecord:
             return None
         phase = phase_at(self.phases, self.step - 1)
         longest = phase.data.max_seq_length  # sequences of a later phase take longer
-        work = TimeLeft(self.phases, 0).work(self.step, self.config.train.max_steps) / longest
-        return work / statistics.median(rates)
+        work = count_work(self.phases, self.step, self.config.train.max_steps)
+        return work / longest / statistics.median(rates)
