@@ -58,13 +58,13 @@ class HeldOut:
         starts = range(0, self.size, micro_batch_size)
         bands = frequency_bands(sample_counts(train))
         self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # batch, `token_groups`, counted?
-        for i, counts in turns(len(starts), accelerator):
+        for i, is_counted in turns(len(starts), accelerator):
             start = starts[i]
             count = min(micro_batch_size, self.size - start)
             batch = source.batch(start, count)
             sizes = word_sizes(store, source.examples(start, count)[0], batch)
             groups = token_groups(batch, sizes, bands, train.vocabulary)
-            self.batches.append((batch, groups, counts))
+            self.batches.append((batch, groups, is_counted))
         pairs, epoch = source.examples(0, self.size)[0], source.epoch_part(0)
         found = store.manifest["held_out"]
         # None for a store of an earlier version, which counted no bytes of its splits
@@ -155,23 +155,21 @@ def evaluate(
     for name, (count, loss, right, _) in zip(GROUPS, tokens, strict=True):
         if count or not name:
             count = max(count, 1)
-            metrics |= {f"mlm_loss{name}": loss / count, f"mlm_accuracy{name}": right / count}
-    metrics["mlm_perplexity"] = math.exp(min(metrics["mlm_loss"], 700))
+            metrics[f"eval/mlm_loss{name}"] = loss / count
+            metrics[f"eval/mlm_accuracy{name}"] = right / count
+    loss = metrics["eval/mlm_loss"]
+    metrics["eval/mlm_perplexity"] = math.exp(min(loss, 700))
     if held_out.tokens_per_byte:
-        nats = metrics["mlm_loss"] * held_out.tokens_per_byte  # a byte of the held-out text
-        metrics["mlm_bits_per_byte"] = nats / math.log(2)
-    metrics["mlm_top5"] = tokens[0][3] / max(tokens[0][0], 1)
-    mlm, *_ = model.objectives
-    metrics["loss"] = mlm.weight * metrics["mlm_loss"]
-    if len(others):
-        found = to_metrics(others, "eval", model.objectives[1:])
-        metrics |= {name.removeprefix("eval/"): value for name, value in found.items()} | {
-            "loss": metrics["loss"] + found["eval/loss"]
-        }
+        metrics["eval/mlm_bits_per_byte"] = loss * held_out.tokens_per_byte / math.log(2)
+    metrics["eval/mlm_top5"] = tokens[0][3] / max(tokens[0][0], 1)
+    mlm, *rest = model.objectives
+    found = to_metrics(others, "eval", rest)
+    metrics["eval/loss"] = mlm.weight * loss + found.pop("eval/loss")
+    metrics |= found
     curve = accelerator.reduce(curve)
     if curve.any(1).all():
-        metrics["rtd_auc"] = area_under_curve(curve)
-    return {f"eval/{name}": value for name, value in metrics.items()} | held_out.baselines
+        metrics["eval/rtd_auc"] = area_under_curve(curve)
+    return metrics | held_out.baselines
 
 
 def name_length(metrics: dict[str, float], length: int) -> dict[str, float]:

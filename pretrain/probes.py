@@ -67,7 +67,7 @@ def score_sentences(
     passes = list(copies.passes(min(fastest, most_tokens)))
     was_training = model.training
     model.eval()
-    for i, counts in turns(len(passes), accelerator):
+    for i, is_counted in turns(len(passes), accelerator):
         if agree_on_signal(accelerator):
             model.train(was_training)
             return None
@@ -78,7 +78,7 @@ def score_sentences(
                 losses = judge_sentences(model, batch)
             else:
                 losses = model.score(batch, mlm_only=True)[0]
-        if counts:
+        if is_counted:
             scores.index_add_(0, sentence.to(device), -losses.double())
         advance(len(batch.input_ids))
     model.train(was_training)
