@@ -502,16 +502,16 @@ def trained_positions(length: int, longest: int) -> int:
     return min(length, -(-longest // 8) * 8)
 
 
+def phases_begun(config: Config, state: dict) -> list[Phase]:
+    """List the phases that the steps up to a checkpoint belong to, from its `state`."""
+    return [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
+
+
 def longest_trained(config: Config, state: dict) -> int:
     """Count the positions that the steps up to a checkpoint have trained, from its `state`."""
-    phases = phases_of(config)
-    lengths = [phase.data.max_seq_length for phase in phases]
+    lengths = [phase.data.max_seq_length for phase in phases_begun(config, state)]
     known = state.get("longest", lengths)  # an earlier version did not keep it
-    return max(
-        trained_positions(length, longest)
-        for phase, length, longest in zip(phases, lengths, known, strict=False)
-        if phase.start < max(state["step"], 1)
-    )
+    return max(map(trained_positions, lengths, known))
 
 
 def known_positions(config: Config, state: dict) -> int:

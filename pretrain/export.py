@@ -20,7 +20,7 @@ from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.common.reading import read_json
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 from pretrain.checkpoint import find_fault, load_model, name_not_finite, newest_checkpoint
-from pretrain.config import Config, known_positions, phases_of
+from pretrain.config import Config, known_positions, phases_begun
 from pretrain.export_folder import (
     MARKER,
     PYTORCH_BIN,
@@ -154,9 +154,8 @@ def export_checkpoint(
     """
     state = read_run_state(checkpoint)
     fingerprint = state["fingerprint"]
-    begun = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
     is_new = not config.init_from or "nsp" in state.get("new_heads", [])
-    if is_new and all(phase.data.single_segment_prob == 1 for phase in begun):
+    if is_new and all(p.data.single_segment_prob == 1 for p in phases_begun(config, state)):
         # the pair heads are still random
         config = replace(config, data=replace(config.data, objective="none"))
     vocab_dir = find_vocabulary(checkpoint.parent.parent, config, fingerprint["vocab_sha256"])

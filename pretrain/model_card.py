@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from data_pipeline.config import SourceConfig
-from pretrain.config import Config, Phase, known_positions, longest_trained, phases_of
+from pretrain.config import Config, Phase, known_positions, longest_trained, phases_begun
 
 PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
     "nsp": (
@@ -69,7 +69,7 @@ def model_card(
     manifest: of the token store; None leaves the table of sources out.
     mask: what the vocabulary calls [MASK].
     """
-    phases = [phase for phase in phases_of(config) if phase.start < max(state["step"], 1)]
+    phases = phases_begun(config, state)
     sections = [
         front_matter(config, mask),
         introduction(config, parameters),
