@@ -167,7 +167,8 @@ def export_checkpoint(
     if config.init_from is None:  # a model of init_from keeps the scale of its embeddings
         settle_embeddings(model)
     trained = known_positions(config, state)
-    resize_positions(model, trained, positions or trained)
+    positions = positions or trained
+    resize_positions(model, trained, positions)
     shape, advice = {"do_lower_case": bool}, "put an intact copy back"
     lowercase = read_json(vocab_dir / "tokenizer_config.json", shape, advice)["do_lower_case"]
     manifest = find_manifest(config, fingerprint["data_sha256"])
@@ -175,11 +176,10 @@ def export_checkpoint(
     origin["step"] = state["step"]
     for name, part in model.parts().items():
         parameters = count_weights(part)
-        card = model_card(
-            config, state, parameters, lowercase, positions or trained, manifest, mask
-        )
         if name == GENERATOR:
             card = generator_card(config, parameters)
+        else:
+            card = model_card(config, state, parameters, lowercase, positions, manifest, mask)
         export(part, vocab_dir, out_dir / name, card, origin, config.export.dropout, **options)
     if GENERATOR not in model.parts():
         remove_export(out_dir / GENERATOR)  # left by an earlier export of an ELECTRA

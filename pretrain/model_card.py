@@ -10,21 +10,21 @@ import yaml
 from data_pipeline.config import SourceConfig
 from pretrain.config import Config, Phase, known_positions, longest_trained, phases_begun
 
-PAIRS = {  # objective -> (tag, what the pair head predicts, label 0, label 1, metric)
-    "nsp": (
-        "next-sentence-prediction",
-        "whether the second segment of a pair follows the first",
-        "B follows A",
-        "B is a random segment",
-        "Next-sentence accuracy",
-    ),
-    "sop": (
-        "sentence-order-prediction",
-        "whether the two segments of a pair are in order",
-        "A and B are in order",
-        "they are swapped",
-        "Sentence-order accuracy",
-    ),
+PAIRS = {  # by objective: its tag on the hub, what the pair head predicts and its labels mean
+    "nsp": {
+        "tag": "next-sentence-prediction",
+        "predicted": "whether the second segment of a pair follows the first",
+        "label 0": "B follows A",
+        "label 1": "B is a random segment",
+        "metric": "Next-sentence accuracy",
+    },
+    "sop": {
+        "tag": "sentence-order-prediction",
+        "predicted": "whether the two segments of a pair are in order",
+        "label 0": "A and B are in order",
+        "label 1": "they are swapped",
+        "metric": "Sentence-order accuracy",
+    },
 }
 GUESSING = 0.03  # accuracy above the majority: the standard error with some hundred held-out pairs
 MASKED_UNITS = {
@@ -99,23 +99,24 @@ def front_matter(config: Config, mask: str) -> str:
     metadata = {"language": list(languages)}
     if config.export.license:
         metadata["license"] = config.export.license
-    pair_tags = [PAIRS[config.data.objective][0]] if config.data.objective in PAIRS else []
     metadata["library_name"] = "transformers"
     if not config.model.family.discriminator:
         metadata["pipeline_tag"] = "fill-mask"
     metadata["mask_token"] = mask
     learned = "replaced-token-detection" if config.model.family.discriminator else "masked-lm"
-    metadata["tags"] = [config.model.architecture, learned, *pair_tags]
+    metadata["tags"] = [config.model.architecture, learned]
+    if task := PAIRS.get(config.data.objective):
+        metadata["tags"].append(task["tag"])
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---"
 
 
 def introduction(config: Config, parameters: int) -> str:
-    model, objective, title = config.model, config.data.objective, config.model.family.title
-    pairs = f" and {PAIRS[objective][1]}" if objective in PAIRS else ""
-    licence = config.export.license
-    learned = f"predicts masked words{pairs}"
+    model, title, licence = config.model, config.model.family.title, config.export.license
+    learned = "predicts masked words"
     if model.family.discriminator:
         learned = "tells which words of a text a generator replaced"
+    elif task := PAIRS.get(config.data.objective):
+        learned += f" and {task['predicted']}"
     begun = "from scratch"
     if config.init_from:
         folder = Path(config.init_from)
@@ -135,15 +136,15 @@ other tasks.
 def usage(config: Config, mask: str) -> str:
     """Show how to load the model, with its pair head if that was trained."""
     names, pairs, labels = ["AutoModel", "AutoTokenizer"], "", ""
-    if config.data.objective in PAIRS:
-        _, _, first, second, _ = PAIRS[config.data.objective]
+    if task := PAIRS.get(config.data.objective):
         hf_class, scores = config.model.family.pair_scores
         names.append(hf_class)
         pairs = f"""
 pair = tokenizer("A first sentence.", "A second sentence.", return_tensors="pt")
 {hf_class}.from_pretrained(name)(**pair).{scores}  # of labels 0 and 1
 """
-        labels = f"\nOf a sentence pair A, B, label 0 means that {first}, label 1 that {second}.\n"
+        labels = f"\nOf a sentence pair A, B, label 0 means that {task['label 0']}, "
+        labels += f"label 1 that {task['label 1']}.\n"
     example = f'pipeline("fill-mask", model=name)("A sentence with a {mask}.")\n'
     names.append("pipeline")
     if config.model.family.discriminator:
@@ -233,10 +234,10 @@ def training_procedure(config: Config, state: dict, phases: list[Phase], paramet
             f"token and {max(kept, 0):.0%} stay",
         ),
     ]
-    if data.objective in PAIRS:
+    if task := PAIRS.get(data.objective):
         single = by_phase(phases, lambda phase: f"{phase.data.single_segment_prob:.0%}")
         less = "" if single == "0%" else f"; {single} of the sequences are a single segment"
-        rows.append(("Sentence pairs", f"predict {PAIRS[data.objective][1]}{less}"))
+        rows.append(("Sentence pairs", f"predict {task['predicted']}{less}"))
     return table(("Setting", "Value"), rows)
 
 
@@ -252,7 +253,7 @@ def by_phase(phases: list[Phase], describe: Callable[[Phase], str]) -> str:
 
 def evaluation(config: Config, metrics: dict) -> str:
     """Write the table of held-out metrics and baselines, without those that are missing."""
-    pairs = PAIRS[config.data.objective][4] if config.data.objective in PAIRS else ""
+    pairs = PAIRS.get(config.data.objective, {}).get("metric")
     filled = "Generator's masked-LM" if config.model.family.discriminator else "Masked-LM"
     known = {name: v for name, v in metrics.items() if v is not None and math.isfinite(v)}
     lines = (  # metric, name, form of the value, metric of the baseline, what that is
