@@ -132,19 +132,19 @@ def lay_out(lengths: tuple[int, ...]) -> Layout:
 
     lengths: tokens of each sequence, in the order of the batch.
     """
-    ends, order = torch.tensor(lengths).sort()
-    starts, groups, size = torch.empty_like(order), [], 0
+    sizes = torch.tensor(lengths)
+    ascending, order = sizes.sort()
+    starts, groups, filled = torch.empty_like(order), [], 0
     count = max(GROUP_TOKENS // max(lengths), 1)
-    for numbers, some in zip(order.split(count), ends.split(count), strict=True):
+    for numbers, some in zip(order.split(count), ascending.split(count), strict=True):
         length = -(-int(some[-1]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         beyond = torch.arange(length) >= some[:, None]
         bias = torch.zeros(beyond.shape).masked_fill_(beyond, -torch.inf)[:, None, None]
-        starts[numbers] = size + length * torch.arange(len(numbers))
+        starts[numbers] = filled + length * torch.arange(len(numbers))
         groups.append(Group(len(numbers), length, bias if beyond.any() else None))
-        size += len(numbers) * length
-    ends = torch.tensor(lengths)
-    shift = starts - (ends.cumsum(0) - ends)
-    return Layout(groups, shift.repeat_interleave(ends) + torch.arange(sum(lengths)))
+        filled += len(numbers) * length
+    shift = starts - (sizes.cumsum(0) - sizes)
+    return Layout(groups, shift.repeat_interleave(sizes) + torch.arange(sum(lengths)))
 
 
 @torch.compiler.disable
