@@ -166,17 +166,12 @@ def open_token_store(config: Config, phases: list[Phase]) -> tuple[TokenStore, l
     )
     check_on_each_machine(lambda: check_data(folder))
     sources = call_on_all(lambda: build_sources(phases, store))
+    warnings = [*list_short(phases, sources), held_out_shortfall(store.manifest)]
     if differences := list_other_settings(config, store.manifest):
-        PartialState().print(
-            red(
-                f"warning: {config.data_dir} was built with other settings than the config's "
-                f"({'; '.join(differences)}); it is used as it is"
-            )
-        )
-    for line in list_short(phases, sources):
+        built = f"{config.data_dir} was built with other settings than the config's"
+        warnings.insert(0, f"{built} ({'; '.join(differences)}); it is used as it is")
+    for line in filter(None, warnings):
         PartialState().print(red(f"warning: {line}"))
-    if shortfall := held_out_shortfall(store.manifest):
-        PartialState().print(red(f"warning: {shortfall}"))
     return store, sources
 
 
@@ -236,8 +231,7 @@ def build_model(config: Config, counts: torch.Tensor) -> PretrainingModel:
     check_resources(config, len(counts))
     torch.manual_seed(config.seed)
     train = config.train
-    asked = config.data.objective, train.bag_of_words_weight
-    model = model_of(config.model, len(counts), *asked)
+    model = model_of(config.model, len(counts), config.data.objective, train.bag_of_words_weight)
     model.gradient_checkpointing = train.gradient_checkpointing
     if 0 < train.sampled_softmax < len(counts):
         model.sample_chances = sample_chances(counts, train.sampled_softmax)
