@@ -64,10 +64,9 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         store, sources = assumed.store, build_sources(phases, assumed.store)
         print(*assumed.lines, sep="\n")
     fingerprint_run(config, store, accelerator)
-    counts = None if assumed else sample_counts(store)
+    counts = np.ones(len(store.vocabulary)) if assumed else sample_counts(store)
     inside = 0.0 if assumed else share_inside(store)
-    of_model = torch.ones(len(store.vocabulary)) if assumed else torch.from_numpy(counts)
-    model = build_model(config, of_model)
+    model = build_model(config, torch.from_numpy(counts))
     if config.init_from:  # before a long preparation, too
         start_from(config.init_from, model, store.vocabulary.pieces)
     model.to(accelerator.device)
@@ -88,7 +87,7 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
             f"{steps:,} steps of {size:,} sequences, {of_what}; "
             f"{operations / len(sample.input_ids):.3g} FLOPs per token"
         )
-        is_given = counts is None or config.init_from or config.vocab.path
+        is_given = assumed or config.init_from or config.vocab.path
         of_words = None if is_given else counts[store.vocabulary.ordinary]
         unusual += list_unusual(phase, epochs, tokens, of_words, inside)
     largest = fed.index(max(fed))
