@@ -48,19 +48,17 @@ SETTINGS = (  # fields of the section `model` that every config.json has under t
 )
 SHARED = {"embedding_size": "hidden_size", "num_hidden_groups": "num_hidden_layers"}
 """Fields that default to another field if null, as they have to be in a family without them."""
-NUMBER, NAME = (float, None), (str, None)
+SIZE, NUMBER, NAME = range(1, 1 << 31), (float, None), (str, None)
 CONFIG = {  # shape of a config.json of any family
-    **{f"{name}?": (range(1, 1 << 31), None) for name in SETTINGS if "size" in name},
-    **{f"{name}?": range(1, 1 << 31) for name in SETTINGS if name.startswith(("num_", "max_"))},
+    **{f"{name}?": (SIZE, None) for name in SETTINGS if "size" in name},
+    **{f"{name}?": (SIZE, None) for name in (*SHARED, "inner_group_num")},
+    **{f"{name}?": SIZE for name in SETTINGS if name.startswith(("num_", "max_"))},
     **{f"{name}?": NAME for name in ("model_type", "hidden_act", "position_embedding_type")},
     **{f"{name}?": NUMBER for name in ("initializer_range", "layer_norm_eps")},
     **{f"{name}?": NUMBER for name in SETTINGS if name.endswith("_prob")},
     **{f"{name}?": (bool, None) for name in ("is_decoder", "tie_word_embeddings")},
     "pad_token_id?": (range(1 << 31), None),
-    "vocab_size?": range(1, 1 << 31),
-    "embedding_size?": (range(1, 1 << 31), None),
-    "num_hidden_groups?": (range(1, 1 << 31), None),
-    "inner_group_num?": (range(1, 1 << 31), None),
+    "vocab_size?": SIZE,
     "architectures?": ([str], None),
 }
 WRITTEN = (  # what else an export writes into config.json, or a newer transformers into its own
