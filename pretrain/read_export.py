@@ -118,12 +118,12 @@ def check_ids(tokenizer: Any, sequences: Iterable[list[int]], folder: Path) -> N
         len(tokenizer) > len(tokenizer.all_special_tokens),
         f"{folder} has no tokenizer; copy the tokenizer.json of the model into it",
     )
-    lacks = [name for name in ("cls", "sep", "pad") if getattr(tokenizer, f"{name}_token") is None]
-    check(
-        not lacks,
-        f"{folder}: its tokenizer has no {lacks[:1] and lacks[0]}_token, which encoders need; "
-        "name it in tokenizer_config.json",
-    )
+    for name in ("cls_token", "sep_token", "pad_token"):
+        check(
+            getattr(tokenizer, name) is not None,
+            f"{folder}: its tokenizer has no {name}, which encoders need; name it in "
+            "tokenizer_config.json",
+        )
     highest = max(chain.from_iterable(sequences), default=0)
     rows = read_settings(folder).get("vocab_size")
     if rows is not None and highest >= rows:
