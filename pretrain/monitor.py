@@ -134,13 +134,8 @@ class Monitor:
             f"warning: {self.explain_spike(done)}; the run continues with the weights of {to} and "
             "skips the data since then"
         )
-        rollbacks = self.state["rollbacks"] + 1
-        self.state |= {
-            "above": 0,
-            "rollbacks": rollbacks,
-            "went_back_to": to,
-            "rolled_back_at": done,
-        }
+        self.state["rollbacks"] += 1
+        self.state |= {"above": 0, "went_back_to": to, "rolled_back_at": done}
 
     @property
     def passed_over(self) -> range:
@@ -174,8 +169,8 @@ class Monitor:
         # two standard errors of a coin toss; few pairs cannot show a difference
         two_sigma = 1 / math.sqrt(pairs) if pairs >= FEWEST_PAIRS else -math.inf
         if self.is_reached(self.late_for_pairs, done) and right < 0.5 + two_sigma:
-            beside = f"is {right:.3f}, no better than guessing"
-            self.warn("nsp", f"{after} the accuracy on pairs {beside}")
+            line = f"{after} the accuracy on pairs is {right:.3f}, no better than guessing"
+            self.warn("nsp", line)
         said = {f"monitor/{kind}": 1.0 for kind in self.state["said"] if kind != "data_wait"}
         counts = {"skipped_steps": self.state["skipped"], "rollbacks": self.state["rollbacks"]}
         return {f"train/{name}": count for name, count in counts.items()} | said
