@@ -79,6 +79,11 @@ class ModelConfig:
         return self.embedding_size or self.hidden_size
 
     @property
+    def inner_width(self) -> int:
+        """Width of the feed-forward layers."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
     def is_projected(self) -> bool:
         """Whether the embeddings are mapped to the hidden size."""
         return self.family.always_projects or self.embedding_width != self.hidden_size
@@ -86,7 +91,6 @@ class ModelConfig:
     @property
     def generator(self) -> "ModelConfig":
         """The generator of an ELECTRA."""
-        inner = self.intermediate_size or 4 * self.hidden_size
         size = round(self.generator_size * self.hidden_size)
         share = size / self.hidden_size  # which a reader of the export knows
         return replace(
@@ -94,7 +98,7 @@ class ModelConfig:
             embedding_size=self.embedding_width,
             hidden_size=size,
             num_attention_heads=max(round(share * self.num_attention_heads), 1),
-            intermediate_size=round(share * inner),
+            intermediate_size=round(share * self.inner_width),
         )
 
     def validate(self) -> None:

@@ -69,8 +69,7 @@ def build_fingerprint(
     found |= {"vocab_sha256": vocab_sha256, "data_sha256": data_sha256}
     found["init_from_sha256"] = init_from_sha256
     found |= {f"model.{name}": getattr(config.model, name) for name in MODEL}
-    inner = config.model.intermediate_size or 4 * config.model.hidden_size
-    found["model.intermediate_size"] = inner
+    found["model.intermediate_size"] = config.model.inner_width
     found |= {f"data.{name}": getattr(config.data, name) for name in DATA}
     found |= {f"train.{name}": getattr(config.train, name) for name in TRAIN}
     found["phases"] = [

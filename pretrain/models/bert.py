@@ -234,8 +234,7 @@ def count_products(
     scored: tokens of the vocabulary that are scored for a masked position.
     seen: tokens whose last hidden state is wanted.
     """
-    size, width = config.hidden_size, config.embedding_width
-    inner = config.intermediate_size or 4 * size
+    size, inner, width = config.hidden_size, config.inner_width, config.embedding_width
     tokens, lengths = len(batch.input_ids), batch.cu_seqlens.diff()
     attention = 2 * size * int((lengths * lengths).sum())  # of all pairs of tokens in a sequence
     before, after = 3 * size * size, size * size + 2 * size * inner  # of a token's attention

@@ -72,11 +72,10 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         size, eps = config.hidden_size, config.layer_norm_eps
-        inner = config.intermediate_size or 4 * size
         self.attention = Attention(config)
         self.attention_norm = nn.LayerNorm(size, eps)
-        self.up = nn.Linear(size, inner)
-        self.down = nn.Linear(inner, size)
+        self.up = nn.Linear(size, config.inner_width)
+        self.down = nn.Linear(config.inner_width, size)
         self.norm = nn.LayerNorm(size, eps)
         self.dropout = Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.hidden_act]
