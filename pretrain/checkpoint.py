@@ -313,13 +313,12 @@ def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
 
     Drops the heads that the model lacks: runs without sentence pairs once kept them, untrained.
     """
-    weights = load_tensors(checkpoint / "model.safetensors")
-    heads = {name for name in weights if name.startswith(("pooler.", "nsp."))}
-    for name in heads - model.state_dict().keys():
-        del weights[name]
-    own = model.state_dict()
-    for name in weights.keys() & own.keys():
-        weights[name] = shard_like(weights[name], own[name])
+    weights, own = load_tensors(checkpoint / "model.safetensors"), model.state_dict()
+    for name in list(weights):
+        if name in own:
+            weights[name] = shard_like(weights[name], own[name])
+        elif name.startswith(("pooler.", "nsp.")):
+            del weights[name]
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
