@@ -154,13 +154,14 @@ def find_start(run_dir: Path, fingerprint: dict, restart: bool) -> Path | None:
     Raises `UserError` if there are checkpoints and all of them are damaged, or if they are gone.
     """
     folder = run_dir / "checkpoints"
-    lost = "" if list_checkpoints(folder) + list_others(folder) else find_lost(run_dir)
+    listed = list_checkpoints(folder) + list_others(folder)
+    lost = "" if listed else find_lost(run_dir)
     if lost and not restart:
         raise UserError(
             f"{run_dir} holds {lost}, but no checkpoint: put its folder checkpoints back, or set "
             "train.restart=true to start at step 0, which moves that run to another folder"
         )
-    if restart and (lost or list_checkpoints(folder) + list_others(folder)):
+    if restart and (lost or listed):
         checkpoint, _ = find_sound(folder)
         state = read_state(checkpoint) if checkpoint else {}
         # it may be from an earlier version and another kind of machine
