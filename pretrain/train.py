@@ -184,10 +184,10 @@ class Record:
         rebuild."""
         if run.is_main:
             phase = phase_at(run.phases, step)
-            size, losses = phase.train.global_batch_size, sums[:, 0].tolist()
-            batch = {"phase": run.phases.index(phase), "first": (step - phase.start) * size}
-            batch |= {"count": size, "losses": losses}
-            self.tracker.log(step + 1, {}, skipped={"step": step} | batch)
+            size = phase.train.global_batch_size
+            skipped = {"step": step, "phase": run.phases.index(phase)}
+            skipped |= {"first": (step - phase.start) * size, "count": size}
+            self.tracker.log(step + 1, {}, skipped=skipped | {"losses": sums[:, 0].tolist()})
 
 
 def read_ahead(run: Run) -> Iterator[tuple[list[Batch], int, int]]:
@@ -238,18 +238,13 @@ def start_positions(run: Run, phase: Phase) -> None:
 def answer_trouble(run: Run, record: Record, step: int, loss: float) -> None:
     """Stop all ranks after too many skipped steps in a row, and answer a spike of the MLM loss."""
     if record.monitor.should_abort():
-        abort_run(run, record, step)
+        record.bar.close()
+        finish_writing(run)
+        stop_all(
+            record.monitor.explain_skips(step, run.run_dir) if run.is_main else "", run.accelerator
+        )
     if record.monitor.has_spiked(loss, step == phase_at(run.phases, step).start):
         answer_spike(run, record, step + 1)
-
-
-def abort_run(run: Run, record: Record, step: int) -> NoReturn:
-    """Stop all ranks after too many steps in a row without a finite gradient."""
-    record.bar.close()
-    finish_writing(run)
-    stop_all(
-        record.monitor.explain_skips(step, run.run_dir) if run.is_main else "", run.accelerator
-    )
 
 
 def answer_spike(run: Run, record: Record, done: int) -> None:
@@ -341,17 +336,23 @@ def save_run(run: Run, record: Record, done: int) -> None:
     sizes = [source.part_sizes for source in run.sources]
     run.state |= {"step": done, "running_sums": record.sums.tolist(), "part_sizes": sizes}
     run.state["monitor"] = record.monitor.state
-    folder, settings = run.run_dir / "checkpoints", run.config.train
+    settings = run.config.train
     # while steps are skipped or a spike begins, keep all checkpoints: one is the last good one
     keep = settings.max_steps if record.monitor.is_sick else settings.keep_checkpoints
-    kept = keep, settings.keep_every
-    tensors = run.bare, run.optimizers
     with record.clock.paused():
         finish_writing(run)
         if difference := explain_difference(run.bare, run.accelerator):
             stop_all(difference, run.accelerator)
         began = time.monotonic()
-        run.writing = save_checkpoint(folder, *tensors, run.state, *kept, run.is_main)
+        run.writing = save_checkpoint(
+            run.run_dir / "checkpoints",
+            run.bare,
+            run.optimizers,
+            run.state,
+            keep,
+            settings.keep_every,
+            writes=run.is_main,
+        )
         if run.writing:
             run.writing.add_done_callback(lambda _: record.note_saved(time.monotonic() - began))
 
@@ -378,14 +379,13 @@ def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
     save_run(run, record, done)
     saved = finish_writing(run)
     record.bar.close()
-    message = ""
     if run.is_main:
         record.tracker.close()
-        message = f"stopped at step {done:,} on {stop.name}; the checkpoint is {saved}; start the "
-        message += "same command again to continue"
     leave_group(run)
     run.lock.close()
-    raise Stopped(message)
+    message = f"stopped at step {done:,} on {stop.name}; the checkpoint is {saved}; start the same "
+    message += "command again to continue"
+    raise Stopped(message if run.is_main else "")
 
 
 def finish(run: Run, record: Record) -> None:
@@ -438,12 +438,10 @@ def read_steps(
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """Dropout seed of one micro-batch of the global batch, so that a resumed run needs no generator
-    state."""
-    return int(
-        random_u64(derive_stream(seed, step, Stream.DROPOUT), np.array([micro_batch]))[0]
-        >> np.uint64(1)
-    )
+    """Draw the dropout seed of one micro-batch of the global batch, so that a resumed run needs no
+    generator state."""
+    (drawn,) = random_u64(derive_stream(seed, step, Stream.DROPOUT), np.array([micro_batch]))
+    return int(drawn >> np.uint64(1))
 
 
 def count_labels(
