@@ -175,8 +175,10 @@ def parse_lines(whole: list[bytes]) -> tuple[list[dict], list[bytes]]:
             found = json.loads(line)
         except (ValueError, RecursionError):
             found = None
-        is_sound = find_fault(found, LINE) is None and not find_fault(metrics_in(found), METRICS)
-        (lines if is_sound else damaged).append(found if is_sound else line)
+        if find_fault(found, LINE) is None and not find_fault(metrics_in(found), METRICS):
+            lines.append(found)
+        else:
+            damaged.append(line)
     return lines, damaged
 
 
