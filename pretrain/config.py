@@ -295,11 +295,10 @@ class TrainConfig:
 
 def check_steps(name: str, value: float) -> None:
     """Check that a value is a whole number of steps or a share below 1; raises `UserError`."""
-    whole = value == int(value)
-    advice = "give a whole number of steps, or a share from 0 to below 1"
     check(
-        value >= 0 and (value < 1 or whole),
-        f"{name} {value:g} is neither steps nor a share; {advice}",
+        0 <= value < 1 or value >= 1 and value == int(value),
+        f"{name} {value:g} is neither steps nor a share; give a whole number of steps, or a share "
+        "from 0 to below 1",
     )
 
 
@@ -361,9 +360,9 @@ class Config(DataConfig):
 
         A folder that is missing is reported where its vocabulary or its weights are read.
         """
-        asked, folder = (given.get("model") or {}).get("architecture"), given.get("init_from")
-        found, folder = {}, Path(folder or "").expanduser()
-        if given.get("init_from") and folder.is_dir():
+        asked, start = (given.get("model") or {}).get("architecture"), given.get("init_from")
+        found = {}
+        if start and (folder := Path(start).expanduser()).is_dir():
             there = (folder / "config.json").exists()
             check(there, f"init_from {folder} has no config.json; put the one of its weights there")
             found = read_hf_config(read_settings(folder), folder / "config.json")
@@ -397,16 +396,14 @@ class Config(DataConfig):
         )
 
     def validate_length(self, data: PairsConfig) -> None:
+        advice = "; lower it, or raise model.max_position_embeddings"
+        if self.init_from:
+            advice = f", the positions of {self.init_from}; lower it, or export that run again "
+            advice += "with --positions"
         check(
             data.max_seq_length <= self.model.max_position_embeddings,
             f"data.max_seq_length {data.max_seq_length} exceeds model.max_position_embeddings "
-            f"{self.model.max_position_embeddings}"
-            + (
-                f", the positions of {self.init_from}; lower it, or export that run again with "
-                "--positions"
-                if self.init_from
-                else "; lower it, or raise model.max_position_embeddings"
-            ),
+            f"{self.model.max_position_embeddings}{advice}",
         )
 
     def validate_start(self) -> None:
