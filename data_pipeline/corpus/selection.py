@@ -351,20 +351,17 @@ def select(
     hashed: folders that `hash_group` wrote. earlier: folder that `find_earlier` wrote. Neither is
     read unless `needs_selection`.
     """
-    sources, is_needed = (
-        corpus.each_source(),
-        needs_selection(corpus, count_bytes([*chain(*groups)])),
-    )
-    limit = (
-        find_limit(corpus, hashed, earlier) if is_needed else hash_limit(corpus.held_out_fraction)
-    )
-    chosen = [Selection(sources[group[0].source].weight, limit) for group in groups]
-    if not is_needed:
-        return chosen
-    for i, selection in enumerate(chosen):
-        selection.hashes = hashed[i]
-        if corpus.deduplicate:
-            selection.earlier, selection.number = earlier, i
+    sources = corpus.each_source()
+    weights = [sources[group[0].source].weight for group in groups]
+    if not needs_selection(corpus, count_bytes([*chain(*groups)])):
+        limit = hash_limit(corpus.held_out_fraction)
+        return [Selection(weight, limit) for weight in weights]
+    limit = find_limit(corpus, hashed, earlier)
+    copies = earlier if corpus.deduplicate else None
+    chosen = [
+        Selection(weight, limit, hashes=hashed[i], earlier=copies, number=i)
+        for i, weight in enumerate(weights)
+    ]
     for number, source in enumerate(sources):
         if source.weight % 1:
             own = [i for i, group in enumerate(groups) if group[0].source == number]
