@@ -177,15 +177,15 @@ class CorpusConfig(SourceConfig):
 
     def validate(self) -> None:
         check_numbers(self, "corpus")
-        for item in fields(SourceConfig) if self.sources else ():
-            is_default = getattr(self, item.name) == item.default
-            check(
-                is_default,
-                f"corpus.{item.name} is set beside corpus.sources; move it into a source",
-            )
-        for i, source in enumerate(self.sources):
-            source.validate(f"corpus.sources[{i}]")
-        if not self.sources:
+        if self.sources:
+            for item in fields(SourceConfig):
+                check(
+                    getattr(self, item.name) == item.default,
+                    f"corpus.{item.name} is set beside corpus.sources; move it into a source",
+                )
+            for i, source in enumerate(self.sources):
+                source.validate(f"corpus.sources[{i}]")
+        else:
             super().validate()
         for source in self.each_source():
             for name in (source.word_segmenter, source.sentence_splitter):
