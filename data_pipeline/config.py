@@ -471,32 +471,39 @@ def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -
     known = {item.name: item.type for item in fields(schema)}
     for name in given:
         if name not in known:
-            names = dict.fromkeys([*known, *(() if prefix else OF_TRAINING)])
-            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-            near = [RENAMED[name]] if RENAMED.get(name) in known else near
-            inner = {} if prefix else known
-            near = [
-                f"{key}.{name}" for key, kind in inner.items() if name in names_in(kind)
-            ] or near
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(names)}"
+            hint = suggest_key(str(name), known, prefix)
             raise UserError(f"{origin}: unknown key {prefix}{str(name):.60}; {hint}")
         section = DatasetConfig if name == "dataset" else known[name]
-        if get_origin(section) is list and given[name] is not None:
+        is_list = get_origin(section) is list
+        if not (is_list or is_dataclass(section)) or (value := given[name]) is None:
+            continue
+        if is_list:
             (item,) = get_args(section)
             message = f"{origin}: {prefix}{name} is not a list of {name}; write it as [A, B]"
-            if isinstance(given[name], DictConfig) and all(
-                str(key).isdigit() for key in given[name]
-            ):
+            if isinstance(value, DictConfig) and all(str(key).isdigit() for key in value):
                 message += ", the whole list: single items cannot be overridden"
-            check(isinstance(given[name], ListConfig), message)
-            for i, one in enumerate(given[name]):
+            check(isinstance(value, ListConfig), message)
+            for i, one in enumerate(value):
                 if isinstance(one, DictConfig):
-                    check(hasattr(item, "__dataclass_fields__"), message)
+                    check(is_dataclass(item), message)
                     check_keys(item, one, origin, f"{prefix}{name}[{i}].")
-        if hasattr(section, "__dataclass_fields__") and given[name] is not None:
-            if not isinstance(given[name], DictConfig):
+        else:
+            if not isinstance(value, DictConfig):
                 raise UserError(f"{origin}: {prefix}{name} is not a section of key: value lines")
-            check_keys(section, given[name], origin, f"{prefix}{name}.")
+            check_keys(section, value, origin, f"{prefix}{name}.")
+
+
+def suggest_key(name: str, known: dict[str, type], prefix: str) -> str:
+    """Suggest the key that an unknown one was meant for, or list all.
+
+    known: the fields of the section, with their types. prefix: its name; "" at the top.
+    """
+    names = dict.fromkeys([*known, *(() if prefix else OF_TRAINING)])
+    inner = {} if prefix else known
+    near = [f"{key}.{name}" for key, kind in inner.items() if name in names_in(kind)]
+    near += [RENAMED[name]] if RENAMED.get(name) in known else []
+    near += difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{near[0]}?" if near else f"keys: {', '.join(names)}"
 
 
 def check_files(key: str, value: Any) -> None:
