@@ -364,29 +364,7 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     Skips the training sections if `schema` has none.
     Raises `UserError` that names the file, the key and the nearest valid key.
     """
-    try:
-        given = read_yaml(Path(path))
-    except FileNotFoundError:
-        raise UserError(
-            f"no config at {path} (in {Path.cwd()}); python -m pretrain configs lists the recipes"
-        ) from None
-    except IsADirectoryError:
-        raise UserError(
-            f"{path} is a folder; give a YAML file, such as the config.yaml of a run"
-        ) from None
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a readable YAML file: {error}") from None
-    if not isinstance(given, DictConfig):
-        raise UserError(f"{path} is not a mapping of sections; see configs/quickstart.yaml")
-    layers = [(given, path)]
-    for item in overrides:
-        name, equals, _ = item.partition("=")
-        if not equals or name.startswith("-"):
-            raise UserError(f"{item!r} is not key=value, such as train.max_steps=1000")
-        try:
-            layers.append((OmegaConf.from_dotlist([item]), "command line"))
-        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
-            raise UserError(f"{item!r} is not key=value: {error}") from None
+    layers = read_layers(path, overrides)
     merged = OmegaConf.structured(schema)
     skipped = set(OF_TRAINING).difference(merged)
     try:
@@ -411,6 +389,34 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
     config.corpus.place_plug_ins(os.path.dirname(path))
     place_folders(config, path)
     return config
+
+
+def read_layers(path: str, overrides: list[str]) -> list[tuple[DictConfig, str]]:
+    """Read a config file and its overrides, in the order to merge them; each with its origin."""
+    try:
+        given = read_yaml(Path(path))
+    except FileNotFoundError:
+        raise UserError(
+            f"no config at {path} (in {Path.cwd()}); python -m pretrain configs lists the recipes"
+        ) from None
+    except IsADirectoryError:
+        raise UserError(
+            f"{path} is a folder; give a YAML file, such as the config.yaml of a run"
+        ) from None
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a readable YAML file: {error}") from None
+    if not isinstance(given, DictConfig):
+        raise UserError(f"{path} is not a mapping of sections; see configs/quickstart.yaml")
+    layers = [(given, path)]
+    for item in overrides:
+        name, equals, _ = item.partition("=")
+        if not equals or name.startswith("-"):
+            raise UserError(f"{item!r} is not key=value, such as train.max_steps=1000")
+        try:
+            layers.append((OmegaConf.from_dotlist([item]), "command line"))
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
+            raise UserError(f"{item!r} is not key=value: {error}") from None
+    return layers
 
 
 def find_empty(schema: type, given: DictConfig) -> set[str]:
