@@ -220,13 +220,14 @@ def open_lock(folder: Path) -> TextIO:
 
 def sum_files(folder: Path, note: Callable[[int], object] = int) -> dict[str, int]:
     """Sum up each file beneath `folder` but its seal: relative path -> CRC-32."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
-    found = dict.fromkeys((str(path.relative_to(folder)) for path in files), 0)
-    for name, path in zip(found, files, strict=True):
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL):
+        checksum = 0
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
-                found[name] = crc32(block, found[name])
+                checksum = crc32(block, checksum)
                 note(len(block))
+        found[str(path.relative_to(folder))] = checksum
     return found
 
 
