@@ -61,6 +61,5 @@ def random_unit(stream: np.uint64 | np.ndarray, counters: np.ndarray) -> np.ndar
 
 def random_below(draw: np.ndarray, limit: np.ndarray | int) -> np.ndarray:
     """Map uniform uint64 to int64 in [0, limit), limit < 2**32, with a bias below limit / 2**32."""
-    return (
-        ((draw >> np.uint64(32)) * np.asarray(limit).astype(np.uint64)) >> np.uint64(32)
-    ).astype(np.int64)
+    scaled = (draw >> np.uint64(32)) * np.asarray(limit).astype(np.uint64)
+    return (scaled >> np.uint64(32)).astype(np.int64)
