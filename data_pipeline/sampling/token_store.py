@@ -191,8 +191,7 @@ class StoreView:
 
 def join_runs(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:
     """Compute the offsets of the items in `runs`, each [first, last), laid end to end."""
-    sizes = [np.diff(offsets[first : last + 1]) for first, last in runs]
-    return np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    return join_offsets([offsets[first : last + 1] for first, last in runs])
 
 
 # ---------------------------------------------------------------------------------- files
@@ -241,5 +240,5 @@ def load_shards(folder: Path, shards: list[dict]) -> list[np.ndarray]:
 
 
 def join_offsets(parts: list[np.ndarray]) -> np.ndarray:
-    """Join the offsets of several shards into the offsets of the shards laid end to end."""
+    """Join the offsets of several parts into the offsets of the parts laid end to end."""
     return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part) for part in parts]))])
