@@ -269,12 +269,10 @@ def split_chunks(
     """
     size = np.diff(starts, append=len(segments.document))
     draw = random_u64(stream, starts)
-    middle = segments.offsets[
-        starts + np.minimum(1 + random_below(draw, np.maximum(size - 1, 1)), size - 1)
-    ]
-    single = np.flatnonzero(size == 1)
-    middle[single] = word_near(store, edges[single], edges[single + 1], draw[single], both_ways)
+    middle = segments.offsets[starts + 1 + random_below(draw, np.maximum(size - 1, 1))]
     inside = size == 1
+    single = np.flatnonzero(inside)
+    middle[single] = word_near(store, edges[single], edges[single + 1], draw[single], both_ways)
     return middle, inside
 
 
