@@ -104,9 +104,8 @@ class BatchSource:
         if self.segments is not None:
             return draw_pairs(self.store, self.segments, **rules)
         epoch, place = divmod(number, self.n_parts)
-        documents = deal_documents(
-            self.store, self.n_parts, derive_stream(self.seed, epoch, Stream.PARTS)
-        )[place]
+        stream = derive_stream(self.seed, epoch, Stream.PARTS)
+        documents = deal_documents(self.store, self.n_parts, stream)[place]
         if not len(documents):
             return np.empty(0, PAIR)
         view = StoreView(self.store, documents)
@@ -148,13 +147,9 @@ class BatchSource:
         parts, streams = [], []
         while count > 0:
             part = self.epoch_part(number)[start : start + count]
+            masks = derive_stream(self.seed, number, Stream.MASKS)
             parts.append(part)
-            streams.append(
-                random_u64(
-                    derive_stream(self.seed, number, Stream.MASKS),
-                    np.arange(start, start + len(part)),
-                )
-            )
+            streams.append(random_u64(masks, np.arange(start, start + len(part))))
             count -= len(part)
             start, number = 0, number + 1
         return np.concatenate(parts), np.concatenate(streams)

@@ -137,9 +137,8 @@ def draw_pairs(
     starts = chunk_starts(segments, max_tokens, short_seq_prob, cuts)
     if objective == "sop":
         back = chunk_starts(mirrored(segments), max_tokens, short_seq_prob, cuts)
-        starts = choose_directions(
-            segments, starts, back, derive_stream(seed, epoch, Stream.DIRECTIONS)
-        )
+        directions = derive_stream(seed, epoch, Stream.DIRECTIONS)
+        starts = choose_directions(segments, starts, back, directions)
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
     order = derive_stream(seed, epoch, Stream.ORDER)
     share = 1.0 if objective == "none" else single_segment_prob
