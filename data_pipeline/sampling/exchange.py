@@ -152,8 +152,8 @@ def sort_packed(*columns: np.ndarray, draw: np.ndarray, last: np.ndarray) -> np.
     uses the stable sort, which is fast on numbers that are nearly in order.
     """
     bits = [int(column.max()).bit_length() for column in (*columns, last)]
-    room = max(64 - sum(bits), 0)
-    if sum(bits) > 64:
+    room = 64 - sum(bits)
+    if room < 0:
         raise AssertionError(f"{len(last)} rows are too many to sort at once")
     packed = np.zeros(len(last), np.uint64)
     for column, size in zip(columns, bits, strict=False):
