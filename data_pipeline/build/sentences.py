@@ -90,7 +90,10 @@ def join_fragments(parts: list[str]) -> list[str]:
             opening = ""
         else:
             opening += part
-    return [*sentences[:-1], "".join(sentences[-1:]) + opening] if opening else sentences
+    if opening:  # no sentence follows
+        last = sentences.pop() if sentences else ""
+        sentences.append(last + opening)
+    return sentences
 
 
 def find_fault(paragraph: str, sentences: list[str]) -> str | None:
