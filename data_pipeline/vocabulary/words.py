@@ -186,10 +186,14 @@ def keep_spaces(line: str, sentences: list[str]) -> list[str]:
     out, at = [], 0
     for sentence in sentences:
         start = max(line.find(sentence, at), at)  # not found: the splitter has changed it
-        out[-1:] = [last + line[at:start] for last in out[-1:]]
-        out.append(line[at:start] * (not out) + sentence)
+        if out:
+            out[-1] += line[at:start]
+            out.append(sentence)
+        else:
+            out.append(line[:start] + sentence)
         at = start + len(sentence)
-    out[-1:] = [f"{last}\n" for last in out[-1:]]
+    if out:
+        out[-1] += "\n"
     return out
 
 
