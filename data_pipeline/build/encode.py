@@ -88,11 +88,12 @@ def scan_group(
                 number = hash_document(document)
                 held_out = number < selected.limit
                 kept, copies = selected.take(document, number, held_out, rejects)
-                lines = kept.split("\n") if whole else [kept]
-                parts = (split_sentences(line, split) for line in lines)
                 if whole:
-                    parts = map(keep_spaces, lines, parts)
-                sentences = list(chain.from_iterable(parts))
+                    lines = kept.split("\n")
+                    parts = (keep_spaces(line, split_sentences(line, split)) for line in lines)
+                    sentences = list(chain.from_iterable(parts))
+                else:
+                    sentences = split_sentences(kept, split)
                 if kept is not document:  # it has lost paragraphs
                     data = kept.encode("utf-8", "replace")
                 for i in range(copies):
@@ -103,9 +104,9 @@ def scan_group(
             rejects.add("without words", wordless)
         stats |= {"bytes": size, "read": read, "rejects": rejects.causes, "sha256": "".join(hashes)}
         (folder / "words.txt").write_bytes(b"\n".join(map(write_ids, index) if whole else index))
-        for split in SPLITS:
-            counts = count_words(folder / split / "words.u4", len(index))
-            save_array(folder / split / "counts.npy", counts)
+        for name in SPLITS:
+            counts = count_words(folder / name / "words.u4", len(index))
+            save_array(folder / name / "counts.npy", counts)
         (folder / "stats.json").write_text(json.dumps(stats))
 
 
