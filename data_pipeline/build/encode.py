@@ -101,8 +101,8 @@ def scan_group(
             hashes.append(chunk_hash.hexdigest())
         stats = {name: writer.close() for name, writer in writers.items()}
         if wordless := sum(writer.wordless for writer in writers.values()):
-            rejects.add("without words", wordless)
-        stats |= {"bytes": size, "read": read, "rejects": rejects.causes, "sha256": "".join(hashes)}
+            rejects["without words"] += wordless
+        stats |= {"bytes": size, "read": read, "rejects": rejects, "sha256": "".join(hashes)}
         (folder / "words.txt").write_bytes(b"\n".join(map(write_ids, index) if whole else index))
         for name in SPLITS:
             counts = count_words(folder / name / "words.u4", len(index))

@@ -9,8 +9,9 @@ import csv
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -59,19 +60,13 @@ class FileChunk:
         return (self.end or os.path.getsize(self.path)) - self.start if self.version else 1
 
 
-@dataclass
-class Rejects:
+class Rejects(Counter[str]):
     """Counts the documents that were left out, by cause."""
 
-    causes: dict[str, int] = field(default_factory=dict)
 
-    def add(self, cause: str, n: int = 1) -> None:
-        self.causes[cause] = self.causes.get(cause, 0) + n
-
-
-def left_out(causes: dict[str, int]) -> str:
+def left_out(rejects: dict[str, int]) -> str:
     """Format the counts of `Rejects`; they are documents unless a cause says paragraphs."""
-    return ", ".join(f"{n:,} {cause}" for cause, n in causes.items()) or "none"
+    return ", ".join(f"{n:,} {cause}" for cause, n in rejects.items()) or "none"
 
 
 # ---------------------------------------------------------------------------------- text files
@@ -461,8 +456,8 @@ def read_documents(chunk: FileChunk, source: SourceConfig, rejects: Rejects) -> 
     """
     for document in READERS[chunk.layout].read(chunk, source):
         if document is None:
-            rejects.add(BAD_ROWS)
+            rejects[BAD_ROWS] += 1
         elif document.strip():
             yield document
         else:
-            rejects.add("empty")
+            rejects["empty"] += 1

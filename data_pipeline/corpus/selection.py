@@ -82,7 +82,7 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
         save_array(folder / "characters.npy", np.array(characters)[order])
         for kind, numbers in hashes.items():
             save_array(folder / f"{kind}.npy", np.sort(numbers))
-        (folder / "rejects.json").write_text(json.dumps(rejects.causes))
+        (folder / "rejects.json").write_text(json.dumps(rejects))
 
 
 def hash_text(text: str) -> int:
@@ -111,7 +111,7 @@ def read_selected(
     if not (hashes and (hashes / "text").exists()):
         yield from read_documents(chunk, source, rejects)
         return
-    rejects.causes.update(json.loads((hashes / "rejects.json").read_text()))
+    rejects.update(json.loads((hashes / "rejects.json").read_text()))
     document: list[bytes] = []
     with open(hashes / "text", "rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -312,7 +312,7 @@ class Selection:
         Returns the remaining text and the number of copies; ("", 0) if there is none.
         """
         if self.earlier and self.record("documents", number):
-            rejects.add("duplicate")
+            rejects["duplicate"] += 1
             return "", 0
         copies = math.floor(self.weight)
         if held_out:
@@ -320,7 +320,7 @@ class Selection:
         if self.quotas and not (held_out and copies):
             copies += self.quotas[held_out].claim_place(number)
         if not copies:  # it keeps no paragraph from those that are taken
-            rejects.add("not sampled")
+            rejects["not sampled"] += 1
             return "", 0
         if self.earlier:
             document = self.drop_paragraphs(document, rejects)
@@ -334,9 +334,9 @@ class Selection:
         if len(kept) == len(lines):
             return document
         if not any(map(str.strip, kept)):
-            rejects.add("duplicate")
+            rejects["duplicate"] += 1
             return ""
-        rejects.add("duplicate paragraphs", len(lines) - len(kept))
+        rejects["duplicate paragraphs"] += len(lines) - len(kept)
         return "\n".join(kept)
 
     def record_line(self, line: str) -> bool:

@@ -87,7 +87,7 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
         for document in read_selected(pieces[i], source, chosen[i].hashes, rejects):
             text, copies = chosen[i].take(document, hash_document(document), False, rejects)
             kept[i] += [text] * copies
-    return [document for i in kept for document in kept[i]], rejects.causes
+    return [document for i in kept for document in kept[i]], rejects
 
 
 LINES = ["short", "another", *(f"{word} " * 30 for word in ("long", "length", "largeé", "中文"))]
@@ -301,7 +301,7 @@ def test_a_selection_of_nothing_special_takes_every_document_once():
     for _ in range(2):
         for held_out in (False, True):
             assert chosen.take("text", 0, held_out, rejects) == ("text", 1)
-    assert rejects.causes == {}
+    assert rejects == {}
 
 
 def test_a_document_of_which_blank_lines_alone_remain_is_a_duplicate():
@@ -309,4 +309,4 @@ def test_a_document_of_which_blank_lines_alone_remain_is_a_duplicate():
     chosen.seen = {"paragraphs": {selection.hash_text(line)}}
     chosen.repeated = {"paragraphs": set()}
     assert chosen.drop_paragraphs(f"{line}\n \t", rejects) == ""
-    assert rejects.causes == {"duplicate": 1}
+    assert rejects == {"duplicate": 1}

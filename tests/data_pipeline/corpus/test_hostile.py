@@ -138,7 +138,7 @@ def test_a_row_of_csv_with_a_stray_quote_is_skipped_on_request(tmp_path: Path, r
     rejects = Rejects()
     source.on_bad_row = "skip"
     assert len(list(read_documents(list_source(source)[0], source, rejects))) == 200
-    assert rejects.causes == {"bad rows": 1}
+    assert rejects == {"bad rows": 1}
 
 
 @pytest.mark.parametrize("end", ["", 'another "quote",1\nlast,1\n'])
@@ -149,7 +149,7 @@ def test_all_rows_that_a_stray_quote_takes_in_are_counted(tmp_path: Path, end: s
     documents = list(read_documents(list_source(source)[0], source, rejects))
     assert documents[:200] == [f"text {i}" for i in range(200)]
     assert documents[200:] == ["last"] * bool(end)
-    assert rejects.causes == {"bad rows": 301 + bool(end)}
+    assert rejects == {"bad rows": 301 + bool(end)}
 
 
 def test_a_document_of_many_lines_is_refused_without_reading_it_whole(
