@@ -61,7 +61,7 @@ def assemble_store(
             parts = [(shard / split, entry[split]) for shard, entry in both if split in entry]
             manifest[split] = {n: sum(s[split][n] for s in stats) for n in ("bytes", "words")}
             manifest[split] |= join_shards(parts, folder / split, bar, marked)
-        if any(folder.glob("*/word_starts.npy")):
+        if marked:
             manifest["word_starts"] = True
         # identifies the data in a checkpoint: equal for all stores with the same arrays
         derived = "run_edges.npy"
