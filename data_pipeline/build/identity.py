@@ -50,7 +50,7 @@ def store_settings(
         own = [[c.layout, c.start, c.end, c.version or c.path] for c in chunks if c.source == i]
         values = {name: getattr(source, name) for name in SOURCE} | {TEXT_HASH: hash_json(own)}
         values |= {name: identify(getattr(source, name)) for name in PLUG_INS}
-        values["dataset"] = pick_fields(source.dataset, DATASET)
+        values["dataset"] = describe_dataset(source.dataset)
         settings |= {f"corpus.sources[{i}].{name}": value for name, value in values.items()}
     return settings
 
@@ -63,9 +63,8 @@ def identify(plug_in: str | None) -> str | None:
     return f"{function} of a file with sha256 {hash_file(Path(path))}"
 
 
-def pick_fields(section: DatasetConfig | None, names: tuple[str, ...]) -> dict | None:
-    """Return the fields of a section by name; None of none."""
-    return section and {name: getattr(section, name) for name in names}
+def describe_dataset(dataset: DatasetConfig | None) -> dict | None:
+    return dataset and {name: getattr(dataset, name) for name in DATASET}
 
 
 DEFAULTS = store_settings(CorpusConfig(), VocabConfig(), [], [])
@@ -110,7 +109,7 @@ def key_of_schema_1(
         old |= {"words": source.word_segmenter, "sentences": source.sentence_splitter}
         same = ("text_field", "encoding", "errors", "language", "weight")
         old |= {name: getattr(source, name) for name in same}
-        return old | {"dataset": pick_fields(source.dataset, DATASET)}
+        return old | {"dataset": describe_dataset(source.dataset)}
 
     described = fields(corpus) | {"deduplicate": corpus.deduplicate}
     described["held_out"] = corpus.held_out_fraction
