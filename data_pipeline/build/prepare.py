@@ -189,13 +189,11 @@ def check_disk(work: Work) -> None:
 
 def remove_others(work: Work) -> None:
     """Remove unfinished work of commands with other settings and of killed workers."""
-    if work.folder.is_dir():
-        remove_entries(
-            work.folder,
-            lambda name: (
-                is_work(name) and (name.endswith(".tmp") or not name.startswith(work.name))
-            ),
-        )
+
+    def is_other(name: str) -> bool:
+        return bool(is_work(name)) and (name.endswith(".tmp") or not name.startswith(work.name))
+
+    remove_entries(work.folder, is_other)
 
 
 def remove_damaged(work: Work) -> None:
