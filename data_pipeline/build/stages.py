@@ -227,7 +227,6 @@ def is_not_latin(text: str) -> bool:
 
 
 def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileChunk]]) -> None:
-    documents = sum(s["train"]["documents"] for s in stats)
     for i, source in enumerate(config.corpus.each_source()):
         own = [s for s, group in zip(stats, groups, strict=True) if group[0].source == i]
         bad = sum(s["rejects"].get(BAD_ROWS, 0) for s in own)
@@ -245,7 +244,7 @@ def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileCh
                 f"{what} holds no text ({name_source(source)}; left out: {left_out(causes)}); "
                 "correct the section corpus"
             )
-    held_out = sum(s["held_out"]["documents"] for s in stats)
+    documents, held_out = (sum(s[x]["documents"] for s in stats) for x in ("train", "held_out"))
     if not documents:
         raise UserError(
             f"all {held_out:,} documents are held out, so none is left to train on; lower "
