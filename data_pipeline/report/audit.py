@@ -28,7 +28,7 @@ from data_pipeline.sampling.vocabulary import Vocabulary
 
 PAIRS, SEQUENCES = 200_000, 50_000  # most pairs to measure, and most sequences to measure masks on
 MASK_TOKENS, SIZES = 1 << 23, 2_000_000  # most tokens of those sequences; most lengths to sample
-BLOCK = 4096  # pairs to process at once
+BLOCK = 512  # pairs to build batches of at once
 DECODERS = {"Ġ": decoders.ByteLevel(), "▁": decoders.Metaspace()}  # by `Vocabulary.begin`
 LONG = 6  # words with at least this many pieces are counted together
 EXAMPLES = 12
@@ -221,9 +221,9 @@ def read_sequences(
     Returns them in order, and then the segment (0: A, 1: B) of each token.
     """
     parts = []
-    for first in range(0, len(pairs), BLOCK // 8):
-        part = pairs[first : first + BLOCK // 8]
-        batch = build_batch(store, data, part, streams[first : first + BLOCK // 8])
+    for first in range(0, len(pairs), BLOCK):
+        part = pairs[first : first + BLOCK]
+        batch = build_batch(store, data, part, streams[first : first + BLOCK])
         seen, cu = batch.input_ids.numpy(), batch.cu_seqlens.numpy()
         ordinary, masked = np.ones(len(seen), bool), np.zeros(len(seen), bool)
         masked[batch.masked_positions.numpy()] = True
