@@ -27,7 +27,7 @@ from data_pipeline.sampling.manifest import (
     list_other_settings,
 )
 from data_pipeline.sampling.pairs import LABELS, NO_PAIR
-from data_pipeline.sampling.soundness import check_data
+from data_pipeline.sampling.soundness import SPLITS, check_data
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.coverage import describe_accents
@@ -104,10 +104,15 @@ def draw_bins(
 def draw_histogram(title: str, unit: str, *histograms: dict, names: tuple = ("",)) -> dict:
     """Draw a histogram, or several in one chart, one for each of `names`."""
     edges = histograms[0]["edges"]
-    ticks = []
-    for i in range(0, len(edges), max(1, round((len(edges) - 1) / (4 if edges[-1] <= 1 else 5)))):
-        shown = f"{edges[i] / 1000:.3g}k" if edges[i] >= 10_000 else f"{edges[i]:,.0f}"
-        ticks.append((i, f"{100 * edges[i]:.0f}%" if edges[-1] <= 1 else shown))
+    are_shares = edges[-1] <= 1
+    step = max(1, round((len(edges) - 1) / (4 if are_shares else 5)))
+
+    def say(edge: float) -> str:
+        if are_shares:
+            return f"{100 * edge:.0f}%"
+        return f"{edge / 1000:.3g}k" if edge >= 10_000 else f"{edge:,.0f}"
+
+    ticks = [(i, say(edges[i])) for i in range(0, len(edges), step)]
     shares = [[n / max(sum(h["counts"]), 1) for n in h["counts"]] for h in histograms]
     return draw_bins(title, unit, ticks, dict(zip(names, shares, strict=True)))
 
@@ -156,17 +161,15 @@ def draw_masks(result: dict) -> list[dict]:
 
 def list_sizes(result: dict) -> list[tuple[str, str, str]]:
     """List the sizes of the corpus: (what, number, remark)."""
-    store, epoch = result["store"], result["epoch"]
-    train, held_out = store["train"], store["held_out"]
+    epoch = result["epoch"]
+    train, held_out = (result["store"][split] for split in SPLITS)
+    remark = f"{epoch['tokens_per_sequence']:.1f} tokens each, without special ones"
     return [
-        ("documents", f"{train['documents']:,}", f"{held_out['documents']:,} more held out"),
-        ("sentences", f"{train['sentences']:,}", f"{held_out['sentences']:,} more held out"),
-        ("tokens", f"{train['tokens']:,}", f"{held_out['tokens']:,} more held out"),
-        (
-            "sequences of an epoch",
-            f"{epoch['sequences']:,}",
-            f"{epoch['tokens_per_sequence']:.1f} tokens each, without special ones",
+        *(
+            (name, f"{train[name]:,}", f"{held_out[name]:,} more held out")
+            for name in ("documents", "sentences", "tokens")
         ),
+        ("sequences of an epoch", f"{epoch['sequences']:,}", remark),
     ]
 
 
