@@ -5,6 +5,7 @@ Hashes reveal changes since the store was built, and bounds reveal errors from b
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,18 +34,18 @@ def check_data(data_dir: Path, again: bool = False) -> int:
     """
     store_dir = data_dir / "store"
     manifest = read_manifest(store_dir)
-    wanted = {path.absolute(): sha256 for path, sha256 in list_hashes(data_dir, manifest).items()}
+    wanted = list_hashes(data_dir.absolute(), manifest)
     bad = [store_dir / "manifest.json"] * (manifest["sha256"] != hash_manifest(manifest))
-    bad += [path for path in wanted if not path.is_file()]
-    stamps = {} if bad else {str(path): describe(path, h) for path, h in wanted.items()}
+    bad += [path for path in wanted if not os.path.isfile(path)]
+    stamps = {} if bad else {path: describe(path, sha256) for path, sha256 in wanted.items()}
     known = {} if again else read_checked(data_dir)
-    todo = [path for path in map(Path, stamps) if known.get(str(path)) != stamps[str(path)]]
-    sound = {path: stamp for path, stamp in stamps.items() if Path(path) not in todo}
-    with progress_bar("checking", sum(p.stat().st_size for p in todo), "B", delay=2) as bar:
+    sound = {path: stamp for path, stamp in stamps.items() if known.get(path) == stamp}
+    todo = [path for path in stamps if path not in sound]
+    with progress_bar("checking", sum(map(os.path.getsize, todo)), "B", delay=2) as bar:
         for path in todo:
             keep_checked(data_dir, sound)  # all but the last one: bounds have yet to be compared
-            if hash_file(path, bar.update) == wanted[path]:
-                sound[str(path)] = stamps[str(path)]
+            if hash_file(Path(path), bar.update) == wanted[path]:
+                sound[path] = stamps[path]
             else:
                 bad.append(path)
     if todo and not bad:
@@ -65,14 +66,14 @@ def check_data(data_dir: Path, again: bool = False) -> int:
     return len(wanted) + 1
 
 
-def list_hashes(data_dir: Path, manifest: dict) -> dict[Path, str]:
+def list_hashes(data_dir: Path, manifest: dict) -> dict[str, str]:
     """List the files that a manifest names, with their hashes; older ones name vocab.txt only."""
     tokenizer = {"vocab.txt": manifest["vocab_sha256"]} | manifest.get("vocab_files", {})
-    wanted = {data_dir / "vocab" / name: sha256 for name, sha256 in tokenizer.items()}
+    wanted = {str(data_dir / "vocab" / name): sha256 for name, sha256 in tokenizer.items()}
     for split in SPLITS:
         for part in manifest[split].get("shards", [manifest[split] | {"name": ""}]):
             for name, sha256 in part["sha256"].items():
-                wanted[data_dir / "store" / split / part["name"] / name] = sha256
+                wanted[str(data_dir / "store" / split / part["name"] / name)] = sha256
     return wanted
 
 
@@ -83,9 +84,9 @@ def hash_manifest(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(hashed, indent=1).encode()).hexdigest()
 
 
-def describe(path: Path, sha256: str) -> list:
+def describe(path: str, sha256: str) -> list:
     """Describe a file so that a change shows: its size, its time of change, and its hash."""
-    status = path.stat()
+    status = os.stat(path)
     return [status.st_size, status.st_mtime_ns, sha256]
 
 
