@@ -266,11 +266,9 @@ def prefetch(source: Iterator, depth: int = 4) -> Iterator:
 
     def work() -> None:
         try:
-            for item in source:
-                if not put((item, None)):
-                    return
-            put((None, StopIteration()))
-        except BaseException as error:
+            while put((next(source), None)):
+                pass
+        except BaseException as error:  # StopIteration, at the end
             put((None, error))
 
     thread = threading.Thread(target=work, daemon=True)
