@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,8 +119,8 @@ def main() -> None:
             name, runs = judge_network(args, system == "random", task, splits, device, bf16)
         systems[system] = summarize(name, runs, args.metric, task, splits)
         describe_runs(TITLES[system], systems[system], args.metric)
-    if task.baseline():
-        title, label = task.baseline()
+    if baseline := task.baseline():
+        title, label = baseline
         systems[title] = {
             name: spread([task.score(split.examples, [label] * len(split.examples))])
             for name, split in splits.items()
@@ -240,27 +241,41 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         check_ids(tokenizer, (ids for unit in units for ids, _ in unit.sequences), args.model)
         judged = [] if name == "train" else units  # `judge_network` draws the others
         splits[name] = Split(part, units, sorted_batches(judged, 4 * args.batch_size, device))
-        full = sum(unit.length == args.max_length for unit in units) / len(units)
-        words = f"{name}: {len(part):,} examples"
-        words += f" in {len(units):,} windows" if args.task == "qa" else ""
-        if name == "train" and isinstance(labels := getattr(task, "labels", None), list):
-            words += f" of {len(labels):,} labels ({', '.join(labels[:5])}"
-            words += ", ...)" if len(labels) > 5 else ")"
-        lost = sum(unit.target is None for unit in units)
-        words += f", {lost:,} windows without a known answer" if lost else ""
-        print(f"{words}; {full:.1%} fill {args.max_length} tokens")
+        describe_split(args, name, splits[name], task)
         if args.task == "tagging":
-            tags = Counter(tag for example in part for tag in example.label)
-            spans = [span for example in part for span in find_spans(example.label, tags)]
-            kinds = sorted({kind for *_, kind in spans})  # shows what F1 counts as an entity
-            few = ", ".join(kind or "unnamed" for kind in kinds[:5]) + ", ..." * (len(kinds) > 5)
-            print(f"{name}: {len(spans):,} entities of {len(kinds):,} types ({few})")
-            if unknown := [tag for tag in tags if tag not in task.labels]:
-                number, few = sum(tags[tag] for tag in unknown), ", ".join(unknown[:3])
-                print(
-                    f"note: {number:,} words have tags that {args.train} lacks ({few}): all wrong"
-                )
+            describe_tags(args, name, part, task)
     return splits, task
+
+
+def describe_split(args: argparse.Namespace, name: str, split: Split, task: Task) -> None:
+    """Print the size of a split, the labels of train, and how many sequences may have been cut."""
+    units = split.units
+    words = f"{name}: {len(split.examples):,} examples"
+    if args.task == "qa":
+        words += f" in {len(units):,} windows"
+    if name == "train" and hasattr(task, "labels"):
+        words += f" of {len(task.labels):,} labels ({list_few(task.labels)})"
+    if lost := sum(unit.target is None for unit in units):
+        words += f", {lost:,} windows without a known answer"
+    full = sum(unit.length == args.max_length for unit in units) / len(units)
+    print(f"{words}; {full:.1%} fill {args.max_length} tokens")
+
+
+def describe_tags(args: argparse.Namespace, name: str, examples: list[Example], task: Task) -> None:
+    """Print what F1 counts as an entity in a split, and the tags that train lacks."""
+    tags = Counter(tag for example in examples for tag in example.label)
+    spans = [span for example in examples for span in find_spans(example.label, tags)]
+    kinds = sorted({kind for *_, kind in spans})
+    few = list_few([kind or "unnamed" for kind in kinds])
+    print(f"{name}: {len(spans):,} entities of {len(kinds):,} types ({few})")
+    if unknown := [tag for tag in tags if tag not in task.labels]:
+        number, few = sum(tags[tag] for tag in unknown), ", ".join(unknown[:3])
+        print(f"note: {number:,} words have tags that {args.train} lacks ({few}): all wrong")
+
+
+def list_few(names: list[str]) -> str:
+    """List the first five names, with dots if there are more."""
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5)
 
 
 def draw_examples(count: int, wanted: int | None, seed: int) -> list[int]:
@@ -319,19 +334,20 @@ def judge_network(
     with progress_bar(title, total, "examples") as bar:
 
         @lru_cache(maxsize=1)
-        def frozen(seed: int) -> tuple:
-            model, parts = network(seed), []
-            units = {name: s.units for name, s in splits.items()} | {"train": train_units(seed)}
-            for name, part in splits.items():
-                batches = sorted_batches(units[name], 4 * args.batch_size, device)
+        def frozen(seed: int) -> tuple[Network, dict[str, Split]]:
+            model, found = network(seed), {}
+            for name, split in splits.items():
+                units = train_units(seed) if name == "train" else split.units
+                batches = sorted_batches(units, 4 * args.batch_size, device)
                 keep_states(model, batches, bf16, bar.update)
-                parts.append(Split(part.examples, part.units, batches))
-            standardize(model, parts[0].batches)
-            return model, *parts
+                found[name] = replace(split, batches=batches)
+            standardize(model, found["train"].batches)
+            return model, found
 
         def run(penalty: float, seed: int) -> Run:
-            model, train, dev, *test = frozen(seed)
-            return fit_head(model, task, train.batches, dev, *(test or [None]), penalty)
+            model, found = frozen(seed)
+            data = found["train"].batches, found["dev"], found.get("test")
+            return fit_head(model, task, *data, penalty)
 
         return "penalty", search(PENALTIES, seeds, run)
 
@@ -366,22 +382,20 @@ def summarize(name: str, runs: Search, metric: str, task: Task, splits: dict[str
     by_setting: dict[float, list[Run]] = {}
     for (setting, _), run in runs.items():
         by_setting.setdefault(setting, []).append(run)
-    means = {
-        setting: statistics.mean(run.dev[run.best][metric] for run in group)
-        for setting, group in by_setting.items()
-    }
-    sound = {
-        setting: not any(run.has_diverged for run in group) for setting, group in by_setting.items()
-    }
-    chosen = max(means, key=lambda setting: (sound[setting], means[setting]))
-    scores = {"dev": [run.dev[run.best] for run in by_setting[chosen]]}
-    if "test" in splits:
-        examples = splits["test"].examples
-        scores["test"] = [task.score(examples, run.test) for run in by_setting[chosen]]
+
+    def rank(setting: float) -> tuple[bool, float]:
+        group = by_setting[setting]
+        is_sound = not any(run.has_diverged for run in group)
+        return is_sound, statistics.mean(run.dev[run.best][metric] for run in group)
+
+    chosen = max(by_setting, key=rank)
+    scores = {"dev": spread([run.dev[run.best] for run in by_setting[chosen]])}
+    if test := splits.get("test"):
+        scores["test"] = spread([task.score(test.examples, r.test) for r in by_setting[chosen]])
     return {
         "setting": name,
         "chosen": chosen,
-        **{part: spread(rows) for part, rows in scores.items()},
+        **scores,
         "runs": [
             {
                 name: setting, "seed": seed, "dev": run.dev, "best_epoch": run.best + 1,
