@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -38,9 +38,11 @@ NO_LABEL = "-"  # of a pair about which the annotators did not agree, as in SNLI
 ANSWER = {"text": str, "answer_start?": (int, None)}
 QUESTION = {"question": str, "answers": [ANSWER]}
 MOST_WORDS = 10_000  # of a sentence
-# of columns, in a first line that is no example
-NAMES = {name for names in COLUMNS.values() for name in names} | {"word", "token", "tag", "pos"}
-NAMES |= {"form", "upos", "ner", "ner_tag", "review", "sentiment", "rating", "stars", "category"}
+READABLE = {name for names in COLUMNS.values() for name in names}
+NAMES = READABLE | {  # of columns, by which a first line that is no example is noticed
+    "word", "token", "tag", "pos", "form", "upos", "ner", "ner_tag", "sentiment", "rating", "stars",
+    "category",
+}  # fmt: skip
 TAG = re.compile(r"O|[BSUIMEL]-.+")
 # above a sentence of a CoNLL file
 NOTE = re.compile(r"# (.*=|newdoc$|newpar$)|#(begin|end) document|## [^\t]*\t")
@@ -52,6 +54,8 @@ QUESTION_WANTED = (
     "wanted data, paragraphs, context, qas, question, answers, text, answer_start, or for each "
     "question a row with question, context, and answers, which holds lists text and answer_start"
 )
+# place, question, passage, answers as (text, offset in the passage)
+Question = tuple[str, str, str, list[tuple[str, int | None]]]
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,8 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
         advice = "rename it to" if suffix in ("", ".txt") else "convert it to"
         how = BY_DATASETS.get(suffix, "")
         check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}{how}")
-        read = {"tagging": tagged_words, "choice": choices}.get(task, labelled_texts)
-        rows = ROWS[suffix](path, columns)
-        examples = [read(Row(place, cells, columns), task) for place, cells in rows]
+        rows = (Row(place, cells, columns) for place, cells in ROWS[suffix](path, columns))
+        examples = [READERS[task](row) for row in rows]
     if task == "tagging":
         examples = [example for example in examples if example.texts]
         words = {word for example in examples for word in example.texts}
@@ -162,45 +165,40 @@ def given_names(columns: dict[str, str]) -> list[str]:
     return [name for names in columns.values() for name in names.split(",")]
 
 
-def count_columns(path: Path, first: list[str], columns: dict[str, str]) -> list[str] | None:
-    """Name the columns by their numbers if `columns` does; None if the first line names them.
+def name_columns(path: Path, first: list[str], columns: dict[str, str]) -> tuple[list[str], int]:
+    """Return the names of the columns, and the number of lines that hold them: 1, or 0 where
+    `columns` gives numbers, which are the names then.
 
-    Raises `UserError` if it does both, since the names would be an example.
+    Raises `UserError` if the first line names columns although `columns` gives numbers, since it
+    would be an example; and if two columns have a name that a task may read, since one of them
+    would be left out unseen.
     """
     numbers = [int(name) for name in given_names(columns) if name.isdecimal()]
     if not numbers:
-        return None
+        twice = sorted(name for name in names_read(columns) if first.count(name) > 1)
+        check(
+            not twice,
+            f"{path}: the first line names {' and '.join(map(repr, twice))} twice; rename a column",
+        )
+        return first, 1
     cells = {first[number - 1].lower() for number in numbers if 0 < number <= len(first)}
     check(
         not cells or not cells <= NAMES,
         f"{path}:1 names columns ({', '.join(sorted(cells))}), and --columns gives their numbers; "
         "give the names, or remove the first line",
     )
-    return [str(number) for number in range(1, len(first) + 1)]
+    return [str(number) for number in range(1, len(first) + 1)], 0
 
 
 def names_read(columns: dict[str, str]) -> set[str]:
-    """The names of columns that a task may read."""
-    return {name for known in COLUMNS.values() for name in known} | {*given_names(columns)}
-
-
-def check_names(path: Path, names: list[str], columns: dict[str, str]) -> None:
-    """Raise `UserError` if two columns have a name that a task may read: one of them would be left
-    out unseen."""
-    twice = sorted({name for name in names_read(columns) if names.count(name) > 1})
-    check(
-        not twice,
-        f"{path}: the first line names {' and '.join(map(repr, twice))} twice; rename a column",
-    )
+    """List the names of columns that a task may read."""
+    return READABLE | {*given_names(columns)}
 
 
 def read_tsv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
     """Yield (place, column -> text) of a file without quoting."""
     lines = read_text(path).split("\n")  # splitlines would also cut at U+2028
-    first = lines[0].split("\t")
-    numbers = count_columns(path, first, columns)
-    names, begin = numbers or first, 0 if numbers else 1
-    check_names(path, names, columns)
+    names, begin = name_columns(path, lines[0].split("\t"), columns)
     for number, line in enumerate(lines[begin:], begin + 1):
         if line:
             cells = line.split("\t")
@@ -224,10 +222,8 @@ def read_csv(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
             len(first) != 1 or "\t" not in first[0],
             f"{path}:1 has tabs and no comma; rename the file to .tsv if tabs separate its columns",
         )
-        numbers = count_columns(path, first, columns)
-        names, line = numbers or first, 0 if numbers else 1
-        check_names(path, names, columns)
-        for cells in chain([first] if numbers else [], reader):
+        names, line = name_columns(path, first, columns)
+        for cells in chain([] if line else [first], reader):
             place, line = f"{path}:{line + 1}", reader.line_num
             if cells:
                 if len(cells) != len(names):
@@ -322,6 +318,13 @@ class Row:
         check(isinstance(value, str), f"{self.place}: {what} is {value!r:.60}, not a text")
         return value
 
+    def sentences(self) -> list[str]:
+        """Return the text, and the second one if the table has one."""
+        texts = [self.text("text")]
+        if self.find("second") or "second" in self.columns:
+            texts.append(self.text("second"))
+        return texts
+
     def text_under_each(self, names: list[str]) -> list[str]:
         texts = [self.cells[name] for name in names]
         is_text = all(isinstance(text, str) for text in texts)
@@ -335,36 +338,42 @@ class Row:
         return value
 
 
-def labelled_texts(row: Row, task: str) -> Example:
+def texts_with_label(row: Row) -> Example:
     """Read one or two sentences and their label from a row."""
-    texts = [row.text("text")]
-    if row.find("second") or "second" in row.columns:
-        texts.append(row.text("second"))
-    if task == "multi_label" and len(row.find_all("label")) > 1:
-        return Example(row.place, texts, flagged(row, row.find_all("label")))
-    label = row.get("label")
-    if task == "multi_label":
-        names = label if isinstance(label, list) else [] if label is None else split_names(label)
-        check(
-            not isinstance(label, bool | dict)
-            and all(map(is_name, names))
-            and len(set(names)) == len(names),
-            f"{row.place}: label is {label!r:.60}; wanted the names of the labels, each once",
-        )
-        label = [str(item).strip() for item in names if str(item).strip()]
-    elif task == "regression":
-        try:
-            label = float(label)
-        except (TypeError, ValueError, OverflowError):
-            label = math.nan
-        check(math.isfinite(label), f"{row.place}: label is {row.get('label')!r}, not a number")
-    else:
-        has_label = label is not None and str(label).strip()
-        check(has_label, f"{row.place} has no label; give it one, or remove the rows without")
-        check(is_name(label), f"{row.place}: label is {label!r:.60}, not a name or a number")
-        is_whole = isinstance(label, float) and label.is_integer()
-        label = str(int(label) if is_whole else label).strip()  # JSON may hold 1 and 1.0
+    texts, label = row.sentences(), row.get("label")
+    has_label = label is not None and str(label).strip()
+    check(has_label, f"{row.place} has no label; give it one, or remove the rows without")
+    check(is_name(label), f"{row.place}: label is {label!r:.60}, not a name or a number")
+    is_whole = isinstance(label, float) and label.is_integer()
+    label = str(int(label) if is_whole else label).strip()  # JSON may hold 1 and 1.0
     return Example(row.place, texts, label)
+
+
+def texts_with_number(row: Row) -> Example:
+    """Read one or two sentences and their number from a row."""
+    texts, label = row.sentences(), row.get("label")
+    try:
+        number = float(label)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    check(math.isfinite(number), f"{row.place}: label is {label!r}, not a number")
+    return Example(row.place, texts, number)
+
+
+def texts_with_labels(row: Row) -> Example:
+    """Read one or two sentences and any number of labels from a row."""
+    texts, columns = row.sentences(), row.find_all("label")
+    if len(columns) > 1:
+        return Example(row.place, texts, flagged(row, columns))
+    label = row.get("label")
+    names = label if isinstance(label, list) else [] if label is None else split_names(label)
+    check(
+        not isinstance(label, bool | dict)
+        and all(map(is_name, names))
+        and len(set(names)) == len(names),
+        f"{row.place}: label is {label!r:.60}; wanted the names of the labels, each once",
+    )
+    return Example(row.place, texts, [str(name).strip() for name in names if str(name).strip()])
 
 
 def flagged(row: Row, names: list[str]) -> list[str]:
@@ -391,7 +400,7 @@ def is_name(label: object) -> bool:
     return isinstance(label, str | int) or (isinstance(label, float) and math.isfinite(label))
 
 
-def tagged_words(row: Row, task: str) -> Example:
+def tagged_words(row: Row) -> Example:
     """Read the words of a sentence, and a tag for each, from a row."""
     words, tags = row.texts("tokens"), row.get("tags")
     check(
@@ -404,7 +413,7 @@ def tagged_words(row: Row, task: str) -> Example:
     return Example(row.place, words, tags)
 
 
-def choices(row: Row, task: str) -> Example:
+def choices(row: Row) -> Example:
     """Read a context, the choices, and the index of the right one from a row."""
     names, label, parts = row.find_all("choices"), row.get("label"), row.find_all("context")
     texts = row.text_under_each(names) if len(names) > 1 else row.texts("choices")
@@ -415,6 +424,15 @@ def choices(row: Row, task: str) -> Example:
     wanted = f"0 to {len(texts) - 1}, or A to {LETTERS[: len(texts)][-1]}"
     check(is_index, f"{row.place}: label is {label!r}; wanted {wanted}")
     return Example(row.place, [context, *texts], int(index))
+
+
+READERS: dict[str, Callable[[Row], Example]] = {  # of a row, by task
+    "classification": texts_with_label,
+    "multi_label": texts_with_labels,
+    "regression": texts_with_number,
+    "tagging": tagged_words,
+    "choice": choices,
+}
 
 
 # --- formats of one task --------------------------------------------------------------------------
@@ -487,8 +505,10 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
 
 def read_squad(path: Path) -> Iterator[Example]:
     """Yield the questions of a SQuAD file that have an answer; prints how many have none."""
-    unanswered = 0
-    for place, question, context, answers in list_questions(path):
+    text, unanswered = read_text(path), 0
+    is_nested = re.search(r'"data"\s*:', text)  # SQuAD's outermost key
+    questions = nested_questions(path, text) if is_nested else question_rows(path)
+    for place, question, context, answers in questions:
         answers = [(text, start) for text, start in answers if text.strip()]
         if answers:
             yield Example(place, [question, context], answers)
@@ -498,22 +518,22 @@ def read_squad(path: Path) -> Iterator[Example]:
         print(f"note: {path}: {unanswered} questions without an answer are left out")
 
 
-def list_questions(path: Path) -> Iterator[tuple[str, str, str, list[tuple[str, int | None]]]]:
-    """Yield (place, question, passage, answers) of SQuAD's own JSON, or of a JSON object for each
-    question, as `datasets` writes it."""
-    text = read_text(path)
-    if not re.search(r'"data"\s*:', text):  # SQuAD's outermost key
-        for place, row in read_jsonl(path, {}):
-            fault = find_fault(row, QUESTION_ROW)
-            check(not fault, f"{place} is not in SQuAD's form: {fault}; {QUESTION_WANTED}")
-            texts = row["answers"]["text"]
-            starts = row["answers"].get("answer_start") or [None] * len(texts)
-            check(
-                len(texts) == len(starts),
-                f"{place}: answers holds {len(texts)} text and {len(starts)} answer_start",
-            )
-            yield place, row["question"], row["context"], list(zip(texts, starts, strict=True))
-        return
+def question_rows(path: Path) -> Iterator[Question]:
+    """Yield the questions of a file with a JSON object for each, as `datasets` writes it."""
+    for place, row in read_jsonl(path, {}):
+        fault = find_fault(row, QUESTION_ROW)
+        check(not fault, f"{place} is not in SQuAD's form: {fault}; {QUESTION_WANTED}")
+        texts = row["answers"]["text"]
+        starts = row["answers"].get("answer_start") or [None] * len(texts)
+        check(
+            len(texts) == len(starts),
+            f"{place}: answers holds {len(texts)} text and {len(starts)} answer_start",
+        )
+        yield place, row["question"], row["context"], list(zip(texts, starts, strict=True))
+
+
+def nested_questions(path: Path, text: str) -> Iterator[Question]:
+    """Yield the questions of SQuAD's own JSON."""
     try:
         found = parse_json(text)
     except ValueError as error:
