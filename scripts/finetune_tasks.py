@@ -317,9 +317,8 @@ class QuestionAnswering(Task):
         self.longest = 1  # tokens of an answer in training; no longer one is predicted
 
     def encode(self, examples, tokenizer, max_length):
-        passages = {example.texts[1]: None for example in examples}
-        for passage in passages:
-            passages[passage] = encode_with_offsets(passage, tokenizer)
+        passages = {example.texts[1] for example in examples}
+        passages = {passage: encode_with_offsets(passage, tokenizer) for passage in passages}
         is_training, units = examples is self.training, []
         for i, example in enumerate(examples):
             question = encode_with_offsets(example.texts[0], tokenizer)[0]

@@ -133,13 +133,9 @@ def build_network(
     if uses_pooler and not hasattr(encoder, "pooler"):
         raise UserError(f"{model_dir} has no pooler, as no {config.model_type} has; use --pool cls")
     torch.manual_seed(seed)  # the same head for every start
-    head_dropout = getattr(config, "classifier_dropout", None)
-    return Network(
-        encoder,
-        task,
-        pool,
-        config.hidden_dropout_prob if head_dropout is None or dropout is not None else head_dropout,
-    )
+    if dropout is None:
+        dropout = getattr(config, "classifier_dropout", None)
+    return Network(encoder, task, pool, config.hidden_dropout_prob if dropout is None else dropout)
 
 
 @dataclass
