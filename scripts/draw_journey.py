@@ -8,7 +8,7 @@ Shows text, a pair, its masks, the loss and filled masks of held-out sentences.
 import argparse
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
@@ -98,42 +98,52 @@ def choose_pair(
     Returns its number in the run, and the text that it comes from: B follows A in it, or is empty
     if the run has no pairs. Raises `UserError` if no example is short enough.
     """
-    found, wanted = {}, NO_PAIR if source.data.objective == "none" else 0
-    for sentences in documents:
-        ids = [np.array(one.ids, store.dtype) for one in encode(tokenizer, sentences)]
-        for i in range(len(ids)):
-            for middle in range(i + 1, min(i + 3, len(ids) + 1)):
-                for end in range(middle, min(middle + 3, len(ids) + 1)):  # middle: without a B
-                    tokens = np.concatenate(ids[i:end])
-                    if len(tokens) <= LONGEST:
-                        cut = len(np.concatenate(ids[i:middle]))
-                        found[tokens.tobytes(), cut] = sentences, i, middle, end
+    passages = list_passages(documents, tokenizer, store.dtype)
+    wanted = NO_PAIR if source.data.objective == "none" else 0
     best, chosen = -2.0, None
     pairs, _ = source.examples(0, min(source.part_size(0), SEARCHED * 4))
     for number, pair in enumerate(pairs):
         start, cut, end = int(pair["a_start"]), int(pair["a_end"]), int(pair["b_end"])
         key = store.tokens[start:end].tobytes(), cut - start
-        if int(pair["label"]) != wanted or cut != int(pair["b_start"]) or key not in found:
+        if int(pair["label"]) != wanted or cut != int(pair["b_start"]) or key not in passages:
             continue
-        sentences, i, middle, last = found[key]
-        a, b = " ".join(sentences[i:middle]), " ".join(sentences[middle:last])
-        batch = source.batch(number, 1)
-        pieces = [store.vocabulary.pieces[token] for token in store.tokens[start:end]]
-        labels = [store.vocabulary.pieces[token] for token in batch.masked_labels]
-        before = sentences[i - 1] if i else ""
-        after = sentences[last] if last < len(sentences) else ""
-        score = sum(map(is_prose, (a, b, before, after))) + len(set(pieces)) / LONGEST
-        rarest = int(store.tokens[start:end].max())  # frequent pieces come first in a vocabulary
-        score -= 2 * rarest / len(store.vocabulary)
+        passage, tokens = passages[key], store.tokens[start:end]
+        labels = [store.vocabulary.pieces[i] for i in source.batch(number, 1).masked_labels]
+        score = sum(map(is_prose, astuple(passage))) + len(set(tokens.tolist())) / LONGEST
+        # frequent pieces come first in a vocabulary
+        score -= 2 * int(tokens.max()) / len(store.vocabulary)
         score += 4 <= len(labels) <= 5 and all(label.isalpha() for label in labels)
         if score > best:
-            best, chosen = score, (number, Passage(before, a, b, after))
+            best, chosen = score, (number, passage)
     if chosen is None:
         raise UserError(
             f"none of the first {SEARCHED:,} documents has an example of at most {LONGEST} tokens; "
             "the picture needs documents of several short sentences"
         )
     return chosen
+
+
+def list_passages(
+    documents: list[list[str]], tokenizer: Tokenizer, dtype: np.dtype
+) -> dict[tuple[bytes, int], Passage]:
+    """List the passages of at most `LONGEST` tokens, of one or two sentences as A and up to two as
+    B: bytes of the tokens, and number of those of A -> passage."""
+    found = {}
+    for sentences in documents:
+        ids = [np.array(one.ids, dtype) for one in encode(tokenizer, sentences)]
+        for i in range(len(ids)):
+            for middle in range(i + 1, min(i + 3, len(ids) + 1)):
+                for end in range(middle, min(middle + 3, len(ids) + 1)):  # middle: without a B
+                    tokens = np.concatenate(ids[i:end])
+                    if len(tokens) <= LONGEST:
+                        cut = len(np.concatenate(ids[i:middle]))
+                        found[tokens.tobytes(), cut] = Passage(
+                            sentences[i - 1] if i else "",
+                            " ".join(sentences[i:middle]),
+                            " ".join(sentences[middle:end]),
+                            sentences[end] if end < len(sentences) else "",
+                        )
+    return found
 
 
 def encode(tokenizer: Tokenizer, sentences: list[str]) -> list:
