@@ -128,14 +128,13 @@ def check_attention(check: Check) -> None:
             check.must(f"{name}, {kind}: error of output and gradient", worst, most)
     qkv, out = exact.to(check.device, torch.bfloat16), what.to(check.device, torch.bfloat16)
     draws = [with_gradient(attend, qkv, out, there, dropout=0.1) for _ in range(DRAWS)]
-    for name, found, one, target in zip(
-        ("output", "gradient"), zip(*draws, strict=True), draws[0], wanted, strict=True
-    ):
+    parts = zip(*draws, strict=True)  # the outputs of all draws, then the gradients
+    for name, found, target in zip(("output", "gradient"), parts, wanted, strict=True):
+        share = relative_error(torch.stack(found).mean(0), target)
+        share /= relative_error(found[0], target)
         # the error of a mean is that of one draw by the root of their number
-        share = relative_error(torch.stack(found).mean(0), target) / relative_error(one, target)
-        check.must(
-            f"dropout 0.1: error of the mean {name}, times that of one", share, 1.5 / DRAWS**0.5
-        )
+        most = 1.5 / DRAWS**0.5
+        check.must(f"dropout 0.1: error of the mean {name}, times that of one", share, most)
 
 
 def check_learning(check: Check) -> None:
