@@ -1,6 +1,7 @@
 """`benchmark.py data`, `loader`, `sentences`: measure preparation, batches, sentence splitting."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -32,11 +33,11 @@ SAMPLE_BYTES = 2_000_000  # of the corpus, for peers that are too slow for all o
 OURS_TOKENS, PEER_TOKENS = 2_000_000, 50_000  # tokens per run of the loader
 LENGTHS, BATCH_SIZES = (128, 512), (32, 256)
 LANGUAGES = {  # names of pySBD's rule files -> language
-    **{"arabic": "ar", "armenian": "hy", "bulgarian": "bg", "chinese": "zh", "deutsch": "de"},
-    **{"dutch": "nl", "english": "en", "french": "fr", "greek": "el", "hindi": "hi"},
-    **{"italian": "it", "japanese": "ja", "persian": "fa", "polish": "pl", "russian": "ru"},
-    **{"spanish": "es"},
-}
+    "arabic": "ar", "armenian": "hy", "bulgarian": "bg", "chinese": "zh", "deutsch": "de",
+    "dutch": "nl", "english": "en", "french": "fr", "greek": "el", "hindi": "hi",
+    "italian": "it", "japanese": "ja", "persian": "fa", "polish": "pl", "russian": "ru",
+    "spanish": "es",
+}  # fmt: skip
 
 
 def measure_data(config: DataConfig, runs: int) -> None:
@@ -52,12 +53,8 @@ def measure_data(config: DataConfig, runs: int) -> None:
         """Run all of preparation except vocabulary training, on one core."""
         with TemporaryDirectory(dir=data_dir.parent) as folder:
             again = replace(config, data_dir=folder)
-            with (
-                quiet(),
-                mock.patch(
-                    "data_pipeline.build.stages.make_vocabulary", return_value=vocabulary.pieces
-                ),
-            ):
+            trainer = "data_pipeline.build.stages.make_vocabulary"
+            with quiet(), mock.patch(trainer, return_value=vocabulary.pieces):
                 prepare(again, workers=1)
         return corpus_bytes
 
@@ -80,7 +77,7 @@ def measure_data(config: DataConfig, runs: int) -> None:
     def build_and_load() -> int:
         build()
         source.free_pairs()
-        return sum(len(batch.input_ids) for batch in batches(source, 32, None))
+        return sum(len(batch.input_ids) for batch in batches(source, 32))
 
     def original() -> int:
         ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
@@ -114,10 +111,9 @@ def measure_preparation(config: DataConfig, runs: int) -> None:
     threads = count_cpus()
     what = f"vocabulary of {vocab.size:,} from text, against WordPieceTrainer"
     for name, unit, column, scale in (("time", "s", 0, 1), ("peak memory", "GB", 1, 1e-9)):
-        values = ([run[column] * scale for run in runs_] for runs_ in (ours, peer))
-        show(
-            f"{what}: {name}", unit, "ratio >= 1", *values, smaller_is_better=True, threads=threads
-        )
+        values = ([run[column] * scale for run in side] for side in (ours, peer))
+        figure = f"{what}: {name}"
+        show(figure, unit, "ratio >= 1", *values, smaller_is_better=True, threads=threads)
     memory = [run[3] / 1e9 for run in ours]
     show("peak memory of preparation, all processes", "GB", "ours <= 1", memory, threads=threads)
     manifest = json.loads((data_dir / "store/manifest.json").read_text())
@@ -211,12 +207,11 @@ def measure_batches(
         )
 
 
-def batches(source: BatchSource, batch_size: int, tokens: int | None) -> Iterator:
-    """Yield the first batches of an epoch until they hold `tokens`; None: all of them."""
+def batches(source: BatchSource, batch_size: int, tokens: float = math.inf) -> Iterator:
+    """Yield the first batches of an epoch until they hold `tokens`."""
     for step in range(source.epoch_size(0) // batch_size or 1):
         (batch,) = source.step(step, batch_size, batch_size, rank=0, world_size=1)
         yield batch
-        if tokens is not None:
-            tokens -= len(batch.input_ids)
-            if tokens <= 0:
-                return
+        tokens -= len(batch.input_ids)
+        if tokens <= 0:
+            return

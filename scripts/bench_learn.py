@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -126,22 +127,19 @@ def peer(config: Config, vocabulary: Vocabulary, minutes: float) -> PretrainingM
     other.train()
     torch.set_float32_matmul_precision("medium")
     start, steps, done = time.process_time(), 0, 0.0
+    batches = chain.from_iterable(repeat(loader))  # epoch after epoch
     while done < 1:
-        for inputs in loader:
-            longest = int(inputs["attention_mask"].sum(1).max())
-            inputs = {
-                n: v[:, :longest].contiguous() if v.dim() == 2 else v for n, v in inputs.items()
-            }
-            accelerator.backward(other(**inputs).loss)
-            accelerator.clip_grad_norm_(other.parameters(), 1.0)
-            done = (time.process_time() - start) / (60 * minutes)
-            for group in optimizer.param_groups:
-                group["lr"] = PEER_RATE * max(min(done / 0.1, (1 - done) / 0.9), 0)
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-            if done >= 1:
-                break
+        inputs = next(batches)
+        longest = int(inputs["attention_mask"].sum(1).max())
+        inputs = {n: v[:, :longest].contiguous() if v.dim() == 2 else v for n, v in inputs.items()}
+        accelerator.backward(other(**inputs).loss)
+        accelerator.clip_grad_norm_(other.parameters(), 1.0)
+        done = (time.process_time() - start) / (60 * minutes)
+        for group in optimizer.param_groups:
+            group["lr"] = PEER_RATE * max(min(done / 0.1, (1 - done) / 0.9), 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
     print(f"peer: {steps} steps in {minutes:.2f} minutes", file=sys.stderr)
     weights = accelerator.unwrap_model(other).state_dict()
     model.load_state_dict(model.config.family.from_hf(weights, model.state_dict()))
@@ -153,15 +151,13 @@ def main() -> None:
     config = load_config(Config, config_path, overrides)
     vocabulary = read_vocabulary(Path(config.data_dir) / "vocab")
     model = (ours if side == "ours" else peer)(config, vocabulary, float(minutes))
-    accelerator = Accelerator(cpu=True)
-    settings = config.train
-    store_dir = Path(config.data_dir) / "store"
+    accelerator, store_dir = Accelerator(cpu=True), Path(config.data_dir) / "store"
     held_out = HeldOut(
         store_dir,
         TokenStore.open(store_dir, "train", vocabulary),
         replace(config.data, masked_lm_prob=PEER_SHARE),
-        settings.eval_examples,
-        settings.micro_batch_size,
+        config.train.eval_examples,
+        config.train.micro_batch_size,
         accelerator,
     )
     metrics = evaluate(model, held_out, accelerator)

@@ -122,13 +122,12 @@ def compare_steps(data_dir: Path, size: str, length: int, threads: int, runs: in
     unit = "tokens/s on cpu"
     show(what + "fp32", unit, simple, found["ours fp32"], found["peer fp32"], threads=threads)
     show(what + "bf16", unit, "ratio > 1", found["ours bf16"], found["peer bf16"], threads=threads)
-    tuned_ones = [name for name in found if name.startswith("peer")]
     show(
         what + "at its best, ours at its best",
         unit,
         tuned,
         best("ours bf16", "ours fp32"),
-        best(*tuned_ones),
+        best(*(name for name in found if name.startswith("peer"))),
         threads=threads,
     )
     show_speed(f"{size}, length {length}", task, best("ours bf16", "ours fp32"), threads)
@@ -310,13 +309,11 @@ def peer(task: Task, bf16: bool, tuned: bool = True, attention: str = "sdpa") ->
 def padded(batch: Batch, length: int) -> dict[str, torch.Tensor]:
     """Pad a batch to the full length, as the peer's data usually are."""
     rows = batch.padded()
-    fillers = {"labels": -100}
-    return {
-        name: torch.nn.functional.pad(v, (0, length - v.shape[1]), value=fillers.get(name, 0))
-        if v.dim() == 2
-        else v
-        for name, v in rows.items()
-    }
+    for name, values in rows.items():
+        if values.dim() == 2:
+            rest, filler = length - values.shape[1], -100 if name == "labels" else 0
+            rows[name] = torch.nn.functional.pad(values, (0, rest), value=filler)
+    return rows
 
 
 def of_similar_length(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -372,21 +369,14 @@ def padding_share(task: Task) -> float:
     return 1 - needed / counter.get_total_flops()
 
 
-def peak_memory(step: Step) -> int:
-    """Measure the peak memory of a few steps, in bytes (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    for _ in range(4):
-        step()
-    return memory("VmHWM")
-
-
 def memory(name: str) -> int:
     """Read a field of /proc/self/status, in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
 
 
 def memory_of(side: str, data_dir: Path, size: str, length: int) -> int:
-    """Measure `peak_memory` of one side in its own process, less the memory before the model."""
+    """Measure the peak memory of one side's steps in its own process, in bytes, less what it had
+    before the model (Linux)."""
     command = [sys.executable, __file__, side, str(data_dir), size, str(length)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
@@ -413,16 +403,14 @@ def speeds(config: Path, model: dict, train: dict, others: dict, processes: int)
         return [line for line in lines if "perf/tokens_per_second" in line][1:]
 
 
-def train_steps(
-    data_dir: Path, size: str, length: int, dropout: float = 0.0, steps: int = 600
-) -> list[dict]:
-    """Train on a GPU, with a checkpoint every `STEPS_OF_SAVE` steps; returns the logged metrics
-    without the warm-up line."""
+def train_steps(data_dir: Path, size: str, length: int, dropout: float = 0.0) -> list[dict]:
+    """Train on a GPU for 600 steps, with a checkpoint every `STEPS_OF_SAVE` of them; returns the
+    logged metrics without the warm-up line."""
     rows = count_rows(size, length, "cuda")
     model = SIZES[size] | {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    train = {"global_batch_size": rows, "micro_batch_size": rows, "max_steps": steps}
+    train = {"global_batch_size": rows, "micro_batch_size": rows, "max_steps": 600}
     train |= {"phases": [], "warmup_steps": 10, "eval_examples": 64}
-    train |= {"eval_every": 10 * steps, "log_every": STEPS_OF_SAVE, "save_every": STEPS_OF_SAVE}
+    train |= {"eval_every": 6000, "log_every": STEPS_OF_SAVE, "save_every": STEPS_OF_SAVE}
     others = {"data_dir": data_dir, "data.max_seq_length": length}
     others |= {"data.max_predictions_per_seq": "null"}  # as many as a bare step has
     return speeds(ROOT / "configs/bert_base.yaml", model, train, others, 1)
@@ -436,7 +424,10 @@ def main() -> None:
     task = make_task(Path(data_dir), size, int(length), "cpu")
     before = memory("VmRSS")
     step = ours(task, bf16=False) if side == "ours" else peer(task, bf16=False, tuned=False)
-    print(peak_memory(step) - before)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    for _ in range(4):
+        step()
+    print(memory("VmHWM") - before)
 
 
 if __name__ == "__main__":

@@ -98,18 +98,16 @@ def basic_words(text: str) -> list[str]:
     words = []
     for word in "".join(out).split():
         plain = unicodedata.normalize("NFD", word.lower())
-        word, open_ = "".join(c for c in plain if unicodedata.category(c) != "Mn"), False
-        for character in word:
+        follows_letter = False
+        for character in (c for c in plain if unicodedata.category(c) != "Mn"):
             code = ord(character)
             mark = 33 <= code <= 47 or 58 <= code <= 64 or 91 <= code <= 96 or 123 <= code <= 126
-            if mark or unicodedata.category(character).startswith("P"):
-                words.append(character)
-                open_ = False
-            elif open_:
+            mark = mark or unicodedata.category(character).startswith("P")
+            if follows_letter and not mark:
                 words[-1] += character
             else:
                 words.append(character)
-                open_ = True
+            follows_letter = not mark
     return words
 
 
@@ -119,16 +117,13 @@ def greedy_pieces(word: str, vocabulary: dict[str, int]) -> list[str]:
         return ["[UNK]"]
     pieces, start = [], 0
     while start < len(word):
-        end, found = len(word), None
-        while start < end:
+        for end in range(len(word), start, -1):
             piece = ("##" if start else "") + word[start:end]
             if piece in vocabulary:
-                found = piece
                 break
-            end -= 1
-        if found is None:
+        else:
             return ["[UNK]"]
-        pieces.append(found)
+        pieces.append(piece)
         start = end
     return pieces
 
