@@ -228,7 +228,10 @@ class Chaos:
         files = sorted(newest.iterdir())
         path, way = files[number % len(files)], [*DAMAGES][number // len(files) % len(DAMAGES)]
         data = DAMAGES[way](path.read_bytes())
-        path.unlink() if data is None else path.write_bytes(data)
+        if data is None:
+            path.unlink()
+        else:
+            path.write_bytes(data)
         code = self.launch(folder, "damage", 1, "again")
         aside = newest.with_name(newest.name + ".corrupt").exists()
         difference = explain(folder, whole)
@@ -288,16 +291,13 @@ class Chaos:
             raise SystemExit("the run without faults failed")
         wanted = sequences(whole / "notes")
         steps = sorted(rng.sample(range(1, len(wanted)), 3))
-        folder, found, done, codes, fired = self.out / f"elastic-{number}", {}, 0, [], 0
-        repeated = False
+        folder, codes, fired = self.out / f"elastic-{number}", [], 0
+        found, done, repeated = {}, 0, False
         for turn, processes in enumerate((1, 2, 4, 1)):
             plan = {"lists": True, "rank": str(rng.randrange(processes))}
             if turn < 3:
                 plan |= {"fault": f"os.kill(os.getpid(), signal.{STOPS[turn]})"}
-                plan |= {
-                    "point": "pretrain.train:learning_rate",
-                    "number": max(steps[turn] - done, 1),
-                }
+                plan |= {"point": TRAINING[0], "number": max(steps[turn] - done, 1)}
             codes.append(self.launch(folder, "elastic", processes, f"turn-{turn}", **plan))
             fired += any((folder / f"turn-{turn}").glob("fired-*"))
             seen = sequences(folder / f"turn-{turn}")
@@ -362,10 +362,8 @@ def explain(folder: Path, whole: Path) -> str:
         a, b = (read_tensors(path, name) for path in (folder, whole))
         if a.keys() != b.keys() or any(not a[key].equal(b[key]) for key in a):
             return name
-    lines = (
-        [strip(line) for line in read_metrics(p / "run/metrics.jsonl")] for p in (folder, whole)
-    )
-    if json.dumps(next(lines)) != json.dumps(next(lines)):
+    a, b = (json.dumps(read_record(path)) for path in (folder, whole))
+    if a != b:
         return "metrics.jsonl"
     a, b = (path / "run/export/model.safetensors" for path in (folder, whole))
     return "" if a.exists() and a.read_bytes() == b.read_bytes() else "export"
@@ -382,9 +380,10 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     return load_file(newest_checkpoint(folder / "run/checkpoints") / f"{name}.safetensors")
 
 
-def strip(line: dict) -> dict:
-    """Leave out speeds, and warnings of waiting, which no two runs share."""
-    return {key: value for key, value in line.items() if not key.startswith("perf/")}
+def read_record(folder: Path) -> list[dict]:
+    """Read the record of a run without speeds and warnings of waiting, which no two runs share."""
+    lines = read_metrics(folder / "run/metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
 
 
 def hash_store(store: Path) -> dict[str, str]:
