@@ -77,17 +77,14 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
     )
     try:  # settings that fit neither each other nor the weights show only now
         with torch.no_grad():
-            model(
-                **tokenizer(texts[:1], truncation=True, max_length=longest, return_tensors="pt").to(
-                    device
-                )
-            )
+            trial = tokenizer(texts[:1], truncation=True, max_length=longest, return_tensors="pt")
+            model(**trial.to(device))
     except Exception as error:
         raise unusable(model_dir, error) from None
     lengths = [len(ids) for ids in sequences]
     specials = tokenizer.num_special_tokens_to_add()
-    empty = [number for number, length in enumerate(lengths, 1) if length <= specials]
-    check(not empty, f"text {empty[:1] and empty[0]} has no token in this vocabulary; remove it")
+    for number, length in enumerate(lengths, 1):
+        check(length > specials, f"text {number} has no token in this vocabulary; remove it")
     if cut := sum(length > longest for length in lengths):
         print(f"warning: {cut:,} texts cut to {longest:,} tokens", file=sys.stderr)
     order, vectors = np.argsort(lengths, kind="stable"), None
@@ -130,8 +127,8 @@ def main() -> None:
         raise UserError(f"no file at {name}; give a file with a text a line") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 at byte {error.start:,}; convert it") from None
-    empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
-    check(not empty, f"line {empty[:1] and empty[0]} of {name} is empty; a line is a text")
+    for number, text in enumerate(texts, 1):
+        check(text.strip(), f"line {number} of {name} is empty; a line is a text")
     check(
         not args.center or len(texts) > 1,
         f"--center: {name} has one text, which is its own mean; give more, or leave it out",
