@@ -71,9 +71,9 @@ def print_table(results: dict) -> None:
         print()
     means = "".join(f"{column['mean']:10.3f}" for column in columns)
     paradigms, pairs = len(columns[0]["UID"]), results["pairs"]
-    print(f"{f'mean over {paradigms} paradigm' + 's' * (paradigms != 1):38}{means}")
-    speed = f"{results['pairs_per_second']:,.0f} per second"
-    print(f"{pairs:,} pair{'s' * (pairs != 1)}, {speed}")
+    title = f"mean over {paradigms} paradigm{'s' * (paradigms != 1)}"
+    print(f"{title:38}{means}")
+    print(f"{pairs:,} pair{'s' * (pairs != 1)}, {results['pairs_per_second']:,.0f} per second")
 
 
 def main() -> None:

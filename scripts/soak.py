@@ -33,8 +33,9 @@ def soak(
 ) -> tuple[dict, list[np.ndarray]]:
     """Train for some minutes; returns the figures of each process, and its samples: (seconds, MB,
     descriptors, threads)."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    launcher = launcher if processes > 1 else []
+    launcher = []
+    if processes > 1:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     with TemporaryDirectory() as folder:
         words = [*launcher, "pretrain", config, *ENDLESS, *overrides, f"run_dir={folder}/run"]
         env = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
