@@ -76,7 +76,9 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != world_size:
         raise UserError(
-            f"the launcher was asked for {asked} processes, but {world_size} are running"
+            f"the launcher was asked for {asked} processes (WORLD_SIZE), but the group has "
+            f"{world_size}; launch with torchrun or a file of configs/accelerate, or unset "
+            "WORLD_SIZE to train with one"
         )
     sizes = [(one.train.global_batch_size, one.train.micro_batch_size) for one in phases]
     call_on_all(lambda: [count_passes(*pair, world_size) for pair in sizes])

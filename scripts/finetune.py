@@ -258,7 +258,7 @@ def describe_split(args: argparse.Namespace, name: str, split: Split, task: Task
     if lost := sum(unit.target is None for unit in units):
         words += f", {lost:,} windows without a known answer"
     full = sum(unit.length == args.max_length for unit in units) / len(units)
-    print(f"{words}; {full:.1%} fill {args.max_length} tokens")
+    print(f"{words}; {full:.1%} reach the limit of {args.max_length} tokens")
 
 
 def describe_tags(args: argparse.Namespace, name: str, examples: list[Example], task: Task) -> None:

@@ -246,9 +246,10 @@ def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileCh
             )
     documents, held_out = (sum(s[x]["documents"] for s in stats) for x in ("train", "held_out"))
     if not documents:
+        them = "the only document is" if held_out == 1 else f"all {held_out:,} documents are"
         raise UserError(
-            f"all {held_out:,} documents are held out, so none is left to train on; lower "
-            "corpus.held_out_fraction, or add text"
+            f"{them} held out, so none is left to train on; lower corpus.held_out_fraction, or "
+            "add text"
         )
     if config.data.objective == "nsp" and documents < 2:
         raise UserError(

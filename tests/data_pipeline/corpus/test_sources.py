@@ -436,11 +436,15 @@ def test_documents_without_words_are_counted_and_have_no_bytes(tmp_path: Path, w
     assert manifest["train"]["bytes"] == (3 * 8 + 6) * weight
 
 
-def test_a_corpus_that_is_held_out_as_a_whole_is_told(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("One document.\n")
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("One document.\n", "the only document is"), ("One.\n\nTwo.\n", "all 2 documents are")],
+)
+def test_a_corpus_that_is_held_out_as_a_whole_is_told(tmp_path: Path, text: str, what: str):
+    (tmp_path / "a.txt").write_text(text)
     source = SourceConfig(files=str(tmp_path / "a.txt"))
     config = config_of(tmp_path, [source], held_out_fraction=0.999999)
-    with pytest.raises(UserError, match="all 1 documents are held out.*lower corpus.held_out"):
+    with pytest.raises(UserError, match=f"{what} held out.*lower corpus.held_out"):
         prepare(config, workers=1)
 
 
