@@ -36,8 +36,8 @@ PATIENCE = timedelta(days=7)  # for one rank that hashes a store, at 100 MB/s or
 def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator:
     """Configure the device, the precision and the process group.
 
-    Raises `UserError` if fewer processes run than the launcher was asked for, or more than a batch
-    has sequences, and for plug-ins of Accelerate that wrap the model in their own way.
+    Raises `UserError` if fewer processes run than were asked for, or more than a batch has
+    sequences, and for plug-ins of Accelerate that wrap the model in their own way.
     """
     launched = "WORLD_SIZE" in os.environ
     # set by accelerate launch for several processes; an address alone may come from the shell
@@ -47,6 +47,14 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
             "accelerate launch was asked for several processes but started one, as it does with "
             "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "
             "CONFIG, or torchrun"
+        )
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if asked > 1:
+        missing = sorted({"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys())
+        check(
+            not missing,
+            f"WORLD_SIZE is {asked}, but not set are {', '.join(missing)}; launch with torchrun or "
+            "a file of configs/accelerate, or unset WORLD_SIZE to train with one process",
         )
     for plug_in in ("DEEPSPEED", "MEGATRON_LM"):
         check(
@@ -73,12 +81,10 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         ],
     )
     world_size = accelerator.num_processes
-    asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != world_size:
         raise UserError(
-            f"the launcher was asked for {asked} processes (WORLD_SIZE), but the group has "
-            f"{world_size}; launch with torchrun or a file of configs/accelerate, or unset "
-            "WORLD_SIZE to train with one"
+            f"the launcher was asked for {asked} processes, but {world_size} are running; launch "
+            "with torchrun or a file of configs/accelerate"
         )
     sizes = [(one.train.global_batch_size, one.train.micro_batch_size) for one in phases]
     call_on_all(lambda: [count_passes(*pair, world_size) for pair in sizes])

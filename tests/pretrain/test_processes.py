@@ -210,6 +210,17 @@ def test_plug_ins_that_wrap_the_model_in_their_own_way_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_number_of_processes_that_no_launcher_has_set_is_refused(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    lacks = "WORLD_SIZE is 2, but not set are LOCAL_RANK, MASTER_ADDR, MASTER_PORT; launch with"
+    with pytest.raises(UserError, match=lacks):
+        train_here(prepared, tmp_path / "run", *TWO_STEPS)
+    assert not (tmp_path / "run").exists()
+
+
 def test_accelerate_does_not_divide_the_gradient(
     prepared: Path, straight: Path, tmp_path: Path, monkeypatch
 ) -> None:
