@@ -118,12 +118,15 @@ def parse_blimp(line: str, paradigm: str, place: str) -> MinimalPair:
         found = row.get(key)
         is_text = isinstance(found, str) and found.strip()
         check(is_text, f"{place} has no text under {key}; its keys are {', '.join(row)}")
-    uid, term = row.get("UID", row.get("paradigm")), row.get("linguistics_term")
-    term, field = row.get("phenomenon") if term is None else term, row.get("field")
-    uid = paradigm if uid is None else str(uid)
-    term = uid if term is None else str(term)
-    field = term if field is None else str(field)
+    uid = first_given(row.get("UID"), row.get("paradigm"), paradigm)
+    term = first_given(row.get("linguistics_term"), row.get("phenomenon"), uid)
+    field = first_given(row.get("field"), term)
     return MinimalPair(row["sentence_good"], row["sentence_bad"], field, term, uid)
+
+
+def first_given(*names: object) -> str:
+    """Return the first name that is not null, as text."""
+    return str(next(name for name in names if name is not None))
 
 
 def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:

@@ -146,7 +146,7 @@ def test_a_name_that_is_null_is_as_one_that_is_not_there(tmp_path: Path) -> None
 def test_phenomenon_and_paradigm_are_names_too(tmp_path: Path) -> None:
     """Those of SLING."""
     path = tmp_path / "a.jsonl"
-    names = '"phenomenon": "Aspect", "paradigm": "zai_le"'
+    names = '"UID": null, "phenomenon": "Aspect", "paradigm": "zai_le"'
     path.write_text(f'{{"sentence_good": "他在写", "sentence_bad": "他在写了", {names}}}\n')
     (pair,) = read_pairs([str(path)])
     assert (pair.field, pair.linguistics_term, pair.UID) == ("Aspect", "Aspect", "zai_le")
