@@ -229,7 +229,8 @@ class WordIds(dict):
         return np.array(list(chain.from_iterable(found)), bool)
 
 
-load_word_ids = lru_cache(1)(WordIds)  # its file does not change: its name has the settings
+# a folder of a vocabulary never changes: its name is a hash of the settings
+load_word_ids = lru_cache(1)(WordIds)
 
 
 def encode_scan(scan: Path, out: Path, vocab_dir: Path) -> None:

@@ -134,8 +134,8 @@ def find_other(value: Any, shape: Any) -> tuple[str, Any] | None:
 
 
 def is_uniform(value: list | dict, shape: list | dict) -> bool:
-    """Tell quickly whether a list or an object holds integers of a range or texts only, as a
-    vocabulary does, and should; False leaves it open."""
+    """Tell quickly whether all values are texts, or all are integers of a range, as the shape asks
+    and in a vocabulary is so; False means that each has to be looked at."""
     one = shape[0] if isinstance(shape, list) else shape.get(str)
     values = value if isinstance(value, list) else value.values()
     if isinstance(one, range):
