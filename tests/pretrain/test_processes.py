@@ -218,6 +218,10 @@ def test_a_number_of_processes_that_no_launcher_has_set_is_refused(
     lacks = "WORLD_SIZE is 2, but not set are LOCAL_RANK, MASTER_ADDR, MASTER_PORT; launch with"
     with pytest.raises(UserError, match=lacks):
         train_here(prepared, tmp_path / "run", *TWO_STEPS)
+    for unlikely in ("two", "0", ""):
+        monkeypatch.setenv("WORLD_SIZE", unlikely)
+        with pytest.raises(UserError, match=f"WORLD_SIZE is '{unlikely}', not a number of proc"):
+            train_here(prepared, tmp_path / "run", *TWO_STEPS)
     assert not (tmp_path / "run").exists()
 
 
