@@ -48,13 +48,14 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
             "--cpu; use accelerate launch --config_file configs/accelerate/cpu_2.yaml -m pretrain "
             "CONFIG, or torchrun"
         )
-    asked = os.environ.get("WORLD_SIZE", "1")
+    given = os.environ.get("WORLD_SIZE", "1")
     check(
-        asked.isdecimal() and int(asked) > 0,
-        f"WORLD_SIZE is {asked!r}, not a number of processes; unset it, or launch with torchrun "
+        given.isdecimal() and int(given) > 0,
+        f"WORLD_SIZE is {given!r}, not a number of processes; unset it, or launch with torchrun "
         "or a file of configs/accelerate",
     )
-    if int(asked) > 1:
+    asked = int(given)
+    if asked > 1:
         missing = sorted({"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys())
         check(
             not missing,
