@@ -2,6 +2,7 @@
 grammar), and sentences with a [MASK]."""
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,12 +40,15 @@ def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
 
     A `.jsonl` file has BLiMP's keys, of which `sentence_good` and `sentence_bad` are required; a
     line of a `.tsv` file is good<TAB>bad, the first perhaps a header. The paradigm defaults to the
-    name of the file.
+    name of the file, with that of its folder if another file has the same.
     Raises `UserError` that names file and line.
     """
     pairs, counts = [], {}
-    for path in list_files(names):
-        for pair in read_file(path):
+    files = list_files(names)
+    stems = Counter(path.stem for path in files)
+    for path in files:
+        shared = stems[path.stem] > 1
+        for pair in read_file(path, f"{path.parent.name}/{path.stem}" if shared else path.stem):
             counts[pair.UID] = counts.get(pair.UID, 0) + 1
             if limit is None or counts[pair.UID] <= limit:
                 pairs.append(pair)
@@ -75,7 +79,7 @@ def list_files(names: list[str]) -> list[Path]:
     return list(files.values())
 
 
-def read_file(path: Path) -> list[MinimalPair]:
+def read_file(path: Path, paradigm: str) -> list[MinimalPair]:
     check(path.suffix in SUFFIXES, f"{path} is in no format of minimal pairs; give {WANTED}")
     lines = read_utf8(path, "convert it").split("\n")
     first = lines[0].strip().lower().split("\t")
@@ -85,7 +89,7 @@ def read_file(path: Path) -> list[MinimalPair]:
     )
     parse = parse_blimp if path.suffix == ".jsonl" else parse_tsv
     pairs = [
-        parse(line, path.stem, f"{path} line {number}")
+        parse(line, paradigm, f"{path} line {number}")
         for number, line in enumerate(lines, 1)
         if line.strip() and not (number == 1 and first in HEADERS)
     ]

@@ -161,6 +161,14 @@ def test_a_folder_may_hold_folders_of_pairs(tmp_path: Path) -> None:
     assert [pair.UID for pair in read_pairs(twice)] == ["one", "a"]
 
 
+def test_files_of_one_name_in_two_folders_are_two_paradigms(tmp_path: Path) -> None:
+    for name in ("en/number.tsv", "de/number.tsv", "de/gender.tsv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a b\ta c\n")
+    found = [pair.UID for pair in read_pairs([str(tmp_path)])]
+    assert found == ["gender", "de/number", "en/number"]
+
+
 def test_a_limit_below_1_is_refused(tmp_path: Path) -> None:
     data = write_tsv(tmp_path / "a.tsv")
     done = run("--model", tmp_path, "--data", data, "--limit", 0)
