@@ -1,4 +1,4 @@
-"""Read the labelled examples of a task: TSV, CSV, JSONL, CoNLL and SQuAD JSON."""
+"""Read the labelled examples of a task: TSV, CSV, JSONL, Parquet, Arrow, CoNLL and SQuAD JSON."""
 
 import ast
 import csv
@@ -24,10 +24,6 @@ COLUMNS = {
     "tags": ("tags", "ner_tags", "labels"),
     "context": ("context", "passage", "article", "question", "premise"),
     "choices": ("choices", "options", "endings"),
-}
-BY_DATASETS = {  # how a file of `datasets` is converted
-    ".parquet": ", as by datasets.Dataset.from_parquet(FILE).to_json('train.jsonl')",
-    ".arrow": ", as by datasets.Dataset.from_file(FILE).to_json('train.jsonl')",
 }
 READS_TEXTS = ("text", "second", "label")
 READS = {"tagging": ("tokens", "tags"), "choice": ("context", "choices", "label")}
@@ -84,14 +80,13 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     if task == "qa":
         check(not columns, f"--columns: {path} is read as SQuAD's JSON, which has no columns")
         examples = list(read_squad(path))
-    elif task == "tagging" and suffix not in JSON_ROWS:
+    elif task == "tagging" and suffix not in TYPED_ROWS:
         examples = list(read_conll(path, columns))
     else:
         check(path.exists(), f"no file at {path}")
         known = ", ".join(ROWS)
         advice = "rename it to" if suffix in ("", ".txt") else "convert it to"
-        how = BY_DATASETS.get(suffix, "")
-        check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}{how}")
+        check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}")
         rows = (Row(place, cells, columns) for place, cells in ROWS[suffix](path, columns))
         examples = [READERS[task](row) for row in rows]
     if task == "tagging":
@@ -112,7 +107,7 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
 def list_unread(path: Path, task: str, columns: dict[str, str]) -> list[str]:
     """List the columns of a table that a task does not read."""
     suffix = path.suffix.lower()
-    if task == "qa" or suffix not in (JSON_ROWS if task == "tagging" else ROWS):
+    if task == "qa" or suffix not in (TYPED_ROWS if task == "tagging" else ROWS):
         return []
     row = Row(*next(ROWS[suffix](path, columns)), columns)
     read = {name for what in READS.get(task, READS_TEXTS) for name in row.find_all(what)}
@@ -257,8 +252,40 @@ def read_jsonl(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]
         yield place, cells
 
 
+def read_table(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, column -> value) of a Parquet or Arrow file.
+
+    The tags of words are numbers there, and `datasets` keeps their names beside them.
+    """
+    from datasets import ClassLabel, Dataset, List  # slow, and few files need it
+    from datasets.table import InMemoryTable
+    from pyarrow.parquet import read_table as read_parquet
+
+    kind = path.suffix.lower()
+    check(path.exists(), f"no file at {path}")
+    check_regular(path)
+    try:
+        if kind == ".parquet":
+            rows = Dataset(InMemoryTable(read_parquet(path)))
+        else:
+            rows = Dataset.from_file(str(path))
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} cannot be read as {kind}: {reason}; download it again") from None
+    tags = {
+        name: dict(enumerate(column.feature.names))
+        for name, column in rows.features.items()
+        if isinstance(column, List) and isinstance(column.feature, ClassLabel)
+    }
+    for number, row in enumerate(rows, 1):
+        for name, names in tags.items():
+            row[name] = [names.get(tag, tag) for tag in row[name] or []]
+        yield f"{path}: row {number}", row
+
+
 JSON_ROWS = {".jsonl": read_jsonl, ".json": read_jsonl}
-ROWS = {".tsv": read_tsv, ".csv": read_csv, **JSON_ROWS}
+TYPED_ROWS = {**JSON_ROWS, ".parquet": read_table, ".arrow": read_table}  # cells of any type
+ROWS = {".tsv": read_tsv, ".csv": read_csv, **TYPED_ROWS}
 
 
 @dataclass(frozen=True)
@@ -305,7 +332,7 @@ class Row:
         name = self.find(what)
         if name is None:
             known = ", ".join(COLUMNS[what])
-            is_table = Path(self.place.rpartition(":")[0]).suffix.lower() not in JSON_ROWS
+            is_table = Path(self.place.rpartition(":")[0]).suffix.lower() not in TYPED_ROWS
             number = f", or, if the first line is no header, by its number, as in {what}=1"
             raise UserError(
                 f"{self.place}: no column for {what} ({self.columns.get(what, known)}) among "
@@ -505,9 +532,13 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
 
 def read_squad(path: Path) -> Iterator[Example]:
     """Yield the questions of a SQuAD file that have an answer; prints how many have none."""
-    text, unanswered = read_text(path), 0
-    is_nested = re.search(r'"data"\s*:', text)  # SQuAD's outermost key
-    questions = nested_questions(path, text) if is_nested else question_rows(path)
+    unanswered = 0
+    if path.suffix.lower() in (".parquet", ".arrow"):
+        questions = question_rows(read_table(path, {}))
+    elif re.search(r'"data"\s*:', text := read_text(path)):  # SQuAD's outermost key
+        questions = nested_questions(path, text)
+    else:
+        questions = question_rows(read_jsonl(path, {}))
     for place, question, context, answers in questions:
         answers = [(text, start) for text, start in answers if text.strip()]
         if answers:
@@ -518,9 +549,9 @@ def read_squad(path: Path) -> Iterator[Example]:
         print(f"note: {path}: {unanswered} questions without an answer are left out")
 
 
-def question_rows(path: Path) -> Iterator[Question]:
-    """Yield the questions of a file with a JSON object for each, as `datasets` writes it."""
-    for place, row in read_jsonl(path, {}):
+def question_rows(rows: Iterator[tuple[str, dict]]) -> Iterator[Question]:
+    """Yield the questions of a file with a row for each, as `datasets` writes it."""
+    for place, row in rows:
         fault = find_fault(row, QUESTION_ROW)
         check(not fault, f"{place} is not in SQuAD's form: {fault}; {QUESTION_WANTED}")
         texts = row["answers"]["text"]

@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features, List, Value
 from helpers import ROOT, write_tasks
 from sklearn import metrics as peer
 from transformers import AutoConfig, AutoModel, AutoTokenizer
@@ -913,6 +914,51 @@ def test_questions_may_be_rows_as_datasets_writes_them(name, tmp_path, capsys) -
     assert "1 questions without an answer are left out" in capsys.readouterr().out
 
 
+def write_table(path: Path, features: Features, rows: list[dict]) -> Path:
+    """Write rows as `datasets` does, with the names of classes beside their numbers."""
+    dataset = Dataset.from_list(rows, features=features)
+    if path.suffix == ".parquet":
+        dataset.to_parquet(path)
+        return path
+    dataset.save_to_disk(path.parent / "saved")
+    return (path.parent / "saved/data-00000-of-00001.arrow").rename(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_table_of_datasets_is_read_with_the_names_of_its_tags(name, tmp_path, capsys) -> None:
+    text = Value("string")
+    tags = List(ClassLabel(names=["O", "B-PER"]))
+    features = Features(tokens=List(text), ner_tags=tags, sentence=text, id=Value("int32"))
+    features["label"] = ClassLabel(names=["bad", "good"])
+    row = {"tokens": ["x", "Ann"], "ner_tags": [0, 1], "sentence": "x Ann", "id": 7, "label": 1}
+    path = write_table(tmp_path / name, features, [row, row])
+    found = read_examples(path, "tagging", {})
+    assert [(one.texts, one.label) for one in found] == [(["x", "Ann"], ["O", "B-PER"])] * 2
+    assert [one.place for one in found] == [f"{path}: row 1", f"{path}: row 2"]
+    found = read_examples(path, "classification", {})
+    assert [(one.texts, one.label) for one in found] == [(["x Ann"], "1")] * 2
+    assert list_unread(path, "classification", {}) == ["tokens", "ner_tags", "id"]
+
+    answers = {"text": List(text), "answer_start": List(Value("int32"))}
+    features = Features(question=text, context=text, answers=answers)
+    row = {"question": "x", "context": "a b", "answers": {"text": ["b"], "answer_start": [2]}}
+    (tmp_path / "qa").mkdir()
+    none = row | {"answers": {"text": [], "answer_start": []}}
+    (found,) = read_examples(write_table(tmp_path / "qa" / name, features, [row, none]), "qa", {})
+    assert (found.texts, found.label) == (["x", "a b"], [("b", 2)])
+    assert "1 questions without an answer are left out" in capsys.readouterr().out
+
+
+def test_a_tag_without_a_name_in_a_table_is_named(tmp_path) -> None:
+    features = Features(tokens=List(Value("string")), ner_tags=List(ClassLabel(names=["O"])))
+    rows = [{"tokens": ["x", "y"], "ner_tags": tags} for tags in ([0, 0], [0, -1])]
+    path = write_table(tmp_path / "a.parquet", features, rows)
+    with pytest.raises(
+        UserError, match=r"a.parquet: row 2: tags is \['O', -1\], not a list of tex"
+    ):
+        read_examples(path, "tagging", {})
+
+
 @pytest.mark.parametrize(
     ("task", "name", "text", "columns", "wanted"),
     [
@@ -989,7 +1035,10 @@ def test_columns_that_cannot_be_are_refused(task, name, text, columns, said, tmp
         ("classification", "a.csv", "u\tv\nx\t1\n", r"a.csv:1 has tabs.* to .tsv"),
         ("classification", "a.tsv", "sentence\tlabel\n", r"holds no examples"),
         ("classification", "a.txt", "x", r"unknown format '.txt'; rename it to one of .tsv"),
-        ("classification", "a.parquet", "x", r"unknown format '.parquet'; .*from_parquet\(FILE\)"),
+        ("classification", "a.xlsx", "x", r"unknown format '.xlsx'; convert it to one of .tsv"),
+        ("classification", "a.parquet", "x", r"a.parquet cannot be read as .parquet: .*; downl"),
+        ("tagging", "a.arrow", "x", r"a.arrow cannot be read as .arrow: .*; download it again"),
+        ("qa", "a.parquet", "x", r"a.parquet cannot be read as .parquet: .*; download it again"),
         ("classification", "a.csv", 'sentence,label\nx,1\n"y,1\n', r"a.csv:\d+ is not CSV"),
         ("classification", "a.jsonl", '{"text": "x"}\n', r"a.jsonl:1: no column for label"),
         ("classification", "a.jsonl", '{"text": 3, "label": 1}\n', r"a.jsonl:1: text is 3, not a"),
