@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     add("--model", type=Path, required=True, help="folder of an exported model")
     add("--task", choices=TASKS, required=True)
     for split in ("train", "dev", "test"):
-        add(f"--{split}", type=Path, required=split != "test", help="TSV, CSV, JSONL, CoNLL, SQuAD")
+        add(f"--{split}", type=Path, required=split != "test", help="formats: docs/finetuning.md")
     add("--out", type=Path, required=True, help="folder for results.json")
     add("--columns", nargs="+", default=[], metavar="WHAT=NAME", help=f"WHAT: {', '.join(COLUMNS)}")
     add("--init", choices=("pretrained", "random"), default="pretrained", help="what is judged")
