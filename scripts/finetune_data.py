@@ -266,15 +266,16 @@ def read_table(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]
     check_regular(path)
     try:
         if kind == ".parquet":
-            rows = Dataset(InMemoryTable(read_parquet(path)))
+            table = Dataset(InMemoryTable(read_parquet(path)))
         else:
-            rows = Dataset.from_file(str(path))
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-        reason = str(error).splitlines()[0]
+            table = Dataset.from_file(str(path))
+        rows = list(table)
+    except Exception as error:  # of many types, from pyarrow and datasets
+        reason = str(error).partition("\n")[0]
         raise UserError(f"{path} cannot be read as {kind}: {reason}; download it again") from None
     tags = {
         name: dict(enumerate(column.feature.names))
-        for name, column in rows.features.items()
+        for name, column in table.features.items()
         if isinstance(column, List) and isinstance(column.feature, ClassLabel)
     }
     for number, row in enumerate(rows, 1):
