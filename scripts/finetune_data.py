@@ -78,7 +78,7 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     suffix = path.suffix.lower()
     check(not path.is_dir(), f"{path} is a folder; give a file that holds all of its examples")
     if task == "qa":
-        check(not columns, f"--columns: {path} is read as SQuAD's JSON, which has no columns")
+        check(not columns, f"--columns: {path} is read in SQuAD's form, which has no columns")
         examples = list(read_squad(path))
     elif task == "tagging" and suffix not in TYPED_ROWS:
         examples = list(read_conll(path, columns))
@@ -333,11 +333,11 @@ class Row:
         name = self.find(what)
         if name is None:
             known = ", ".join(COLUMNS[what])
-            is_table = Path(self.place.rpartition(":")[0]).suffix.lower() not in TYPED_ROWS
+            is_text = Path(self.place.rpartition(":")[0]).suffix.lower() not in TYPED_ROWS
             number = f", or, if the first line is no header, by its number, as in {what}=1"
             raise UserError(
                 f"{self.place}: no column for {what} ({self.columns.get(what, known)}) among "
-                f"{', '.join(self.cells)}; name it with --columns {what}=NAME{number * is_table}"
+                f"{', '.join(self.cells)}; name it with --columns {what}=NAME{number * is_text}"
             )
         return self.cells[name]
 
@@ -533,13 +533,11 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
 
 def read_squad(path: Path) -> Iterator[Example]:
     """Yield the questions of a SQuAD file that have an answer; prints how many have none."""
-    unanswered = 0
-    if path.suffix.lower() in (".parquet", ".arrow"):
-        questions = question_rows(read_table(path, {}))
-    elif re.search(r'"data"\s*:', text := read_text(path)):  # SQuAD's outermost key
+    unanswered, read = 0, TYPED_ROWS.get(path.suffix.lower(), read_jsonl)
+    if read is read_jsonl and re.search(r'"data"\s*:', text := read_text(path)):  # SQuAD's own
         questions = nested_questions(path, text)
     else:
-        questions = question_rows(read_jsonl(path, {}))
+        questions = question_rows(read(path, {}))
     for place, question, context, answers in questions:
         answers = [(text, start) for text, start in answers if text.strip()]
         if answers:
