@@ -25,8 +25,9 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from finetune_data import COLUMNS, Example, list_unread, read_examples
+from finetune_data import Example, list_unread, read_examples
 from finetune_metrics import find_spans
+from finetune_tables import COLUMNS
 from finetune_tasks import TASKS, Task, Unit
 from finetune_train import (
     LENGTH_MULTIPLE,
