@@ -32,7 +32,7 @@ HOMES = {
     "BatchSource": "data_pipeline.sampling.batch_source",
     "DataConfig": "data_pipeline.config",
     "TokenStore": "data_pipeline.sampling.token_store",
-    "load_config": "data_pipeline.config",
+    "load_config": "data_pipeline.config_file",
     "prepare": "data_pipeline.build.prepare",
     "read_vocabulary": "data_pipeline.sampling.vocabulary",
 }

@@ -21,7 +21,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # Compiled matrix products that oneDNN keeps; its default of 1,024 takes up to a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
-HOMES = {"Config": "pretrain.config", "load_config": "data_pipeline.config"}
+HOMES = {"Config": "pretrain.config", "load_config": "data_pipeline.config_file"}
 __all__ = sorted(HOMES)
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     die_with_launcher()  # before the slow imports, during which a launcher may end
     parser = config_parser(__doc__, "python -m pretrain")
     args = parser.parse_intermixed_args()
-    from data_pipeline.config import load_config  # a signal may come during any import
+    from data_pipeline.config_file import load_config  # a signal may come during any import
     from pretrain.config import Config
 
     config = tell_once(lambda: load_config(Config, args.config, args.overrides))

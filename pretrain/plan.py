@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from data_pipeline.common.arguments import config_parser
 from data_pipeline.common.errors import UserError, check, run_command
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource, count_passes
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import SHA256, read_json
-from data_pipeline.config import read_yaml
+from data_pipeline.config_file import read_yaml
 from data_pipeline.sampling.manifest import read_manifest
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 from pretrain.checkpoint import read_state

@@ -21,7 +21,7 @@ from pathlib import Path
 from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.reading import COUNT, check_regular, find_fault
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from pretrain.config import Config
 
 PATIENCE = 30  # seconds that the end of a run waits for wandb

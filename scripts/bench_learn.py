@@ -27,7 +27,8 @@ from bench_figures import ROOT, quiet, show
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary

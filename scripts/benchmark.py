@@ -30,7 +30,8 @@ import torch
 from bench_figures import ROOT
 
 from data_pipeline.common.errors import run_command
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_file_chunks
 

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError, run_command
 from data_pipeline.common.folders import write_file
-from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.config import PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.batch_source import BatchSource

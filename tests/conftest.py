@@ -12,7 +12,8 @@ from hypothesis import settings
 from prose import write_prose
 
 from data_pipeline.build.prepare import prepare
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 

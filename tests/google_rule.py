@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.common.errors import run_command
-from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.config import DataConfig, PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.report.audit import audit_rule
 from data_pipeline.report.checks import check_results
 from data_pipeline.report.page import measure, write_report

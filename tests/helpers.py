@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import load_file
 
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config
 from pretrain.train import train

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from helpers import ROOT, fork, write_tasks
 
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import count_passes, cut_evenly
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config, phases_of

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import data_pipeline.config
 import pretrain.config
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from pretrain.config import Config, PhaseConfig, phases_of
 
 MINIMAL = "corpus: {files: a.txt}\n"
@@ -279,6 +280,14 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\0")
     with pytest.raises(UserError, match=r"binary\.yaml is not UTF-8 text"):
         load_config(Config, str(tmp_path / "binary.yaml"))
+
+
+def test_what_a_file_refers_to_in_vain_is_not_blamed_on_the_command_line_alone(tmp_path):
+    (tmp_path / "config.yaml").write_text("run_dir: ${nowhere}\n")
+    path = str(tmp_path / "config.yaml")
+    with pytest.raises(UserError) as caught:
+        load_config(Config, path, ["seed=1"])
+    assert str(caught.value).startswith(f"{path} with seed=1, key run_dir: Interpolation key")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ from safetensors.torch import load_file, save_file
 from data_pipeline.build.probes import read_pairs, write_probes
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file, lock_folder
-from data_pipeline.config import DataConfig, ProbesConfig, SourceConfig, VocabConfig, load_config
+from data_pipeline.config import DataConfig, ProbesConfig, SourceConfig, VocabConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_source
 from data_pipeline.sampling.soundness import check_data

@@ -16,7 +16,7 @@ FLOORS = [
         "data_pipeline.common",
         "arguments errors streams system signals reading arrays plug_ins folders pages",
     ),
-    ("data_pipeline", "config"),
+    ("data_pipeline", "config config_file"),
     (
         "data_pipeline.sampling",
         "manifest vocabulary token_store soundness exchange pairs masking batches batch_source "
@@ -145,7 +145,8 @@ def test_training_needs_only_the_room_of_sampling_and_the_common_one() -> None:
     rooms = {name.rpartition(".")[0] for name in needed if name.startswith("data_pipeline")}
     assert rooms == {"data_pipeline", "data_pipeline.sampling", "data_pipeline.common"}
     assert {n for n in needed if n.count(".") == 1 and n.startswith("data")} == {
-        "data_pipeline.config"
+        "data_pipeline.config",
+        "data_pipeline.config_file",
     }
 
 
@@ -197,7 +198,7 @@ TRAIN_WITHOUT = """
 import sys
 for name in {blocked!r}:
     sys.modules[name] = None  # looks not installed: no spec to find, and importing it fails
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from pretrain.config import Config
 from pretrain.train import train
 train(load_config(Config, sys.argv[1], sys.argv[2:]))

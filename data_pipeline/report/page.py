@@ -17,7 +17,8 @@ from data_pipeline.common.errors import red
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.pages import Line, draw_chart, render_template
 from data_pipeline.common.reading import read_json
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store
 from data_pipeline.report.checks import check_held_out, check_results, percent, pieces_name

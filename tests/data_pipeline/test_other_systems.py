@@ -16,7 +16,8 @@ MACOS = """
 import ctypes, os, platform, sys
 import accelerate, datasets, tokenizers, torch
 import data_pipeline.build.prepare, pretrain.export, pretrain.train
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.common.errors import run_command
 from pretrain.config import Config
 

@@ -14,7 +14,8 @@ from helpers import ROOT
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.config import DataConfig, PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.manifest import read_manifest
 from data_pipeline.sampling.token_store import TokenStore

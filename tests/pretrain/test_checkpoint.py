@@ -17,7 +17,7 @@ import pretrain.checkpoint
 import pretrain.train
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder, hash_file
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state, save_checkpoint
 from pretrain.config import Config
 from pretrain.fingerprint import build_fingerprint

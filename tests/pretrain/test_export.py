@@ -29,7 +29,8 @@ from tokenizers import Tokenizer
 import pretrain.export
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError, run_command
-from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.config import DataConfig, PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
-from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.config import PairsConfig
+from data_pipeline.config_file import load_config
 from pretrain.checkpoint import newest_checkpoint, read_state
 from pretrain.config import Config, ModelConfig, TrainConfig
 from pretrain.fingerprint import build_fingerprint, check_fingerprint, read_fingerprint

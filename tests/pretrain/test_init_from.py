@@ -22,7 +22,8 @@ from fill_mask import fill_mask  # noqa: E402
 
 from data_pipeline.build.prepare import prepare  # noqa: E402
 from data_pipeline.common.errors import UserError  # noqa: E402
-from data_pipeline.config import DataConfig, load_config  # noqa: E402
+from data_pipeline.config import DataConfig  # noqa: E402
+from data_pipeline.config_file import load_config  # noqa: E402
 from data_pipeline.sampling.batch_source import BatchSource  # noqa: E402
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary

@@ -11,7 +11,7 @@ import torch
 from helpers import assert_same_run, train_here
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore

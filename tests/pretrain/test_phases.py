@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, PhaseConfig, phase_at, phases_of

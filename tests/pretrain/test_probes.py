@@ -12,7 +12,8 @@ from helpers import TWO_STEPS, assert_same_run, command, fork, metrics, run, tra
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.probes import encode_texts, list_files, read_pairs
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.probes import (

@@ -13,7 +13,7 @@ import torch
 from helpers import TWO_STEPS, assert_same_run, command, fork, run, train_here
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from pretrain import __main__ as main
 from pretrain.config import Config
 from pretrain.processes import trains_on_gpu

@@ -15,7 +15,7 @@ from html_page import Page
 from safetensors.numpy import save_file
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain import report

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import fork, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from pretrain.config import Config, ModelConfig, TrainConfig, count_kept
 from pretrain.models.build import check_memory, model_of
 from pretrain.run_setup import check_resources

@@ -30,7 +30,8 @@ from transformers import AutoModelForPreTraining
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.config import PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from pretrain import agreement
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint

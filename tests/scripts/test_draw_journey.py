@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT
 from tokenizers import Tokenizer
 
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config

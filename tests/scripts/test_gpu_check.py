@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import ROOT, fork
 
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from pretrain.config import Config
 
 sys.path.append(str(ROOT / "scripts"))

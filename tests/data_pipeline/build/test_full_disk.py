@@ -19,7 +19,8 @@ from data_pipeline.build.prepare import check_disk, prepare
 from data_pipeline.build.stages import Work
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import remove_entries, size_of
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from pretrain.config import Config
 from pretrain.run_setup import check_resources
 

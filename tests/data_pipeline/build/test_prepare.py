@@ -24,7 +24,8 @@ from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder
-from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.corpus import sources
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.manifest import read_manifest

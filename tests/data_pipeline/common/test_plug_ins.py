@@ -11,7 +11,8 @@ from helpers import TWO_STEPS, command, fork
 
 from data_pipeline.build.sentences import sentence_splitter
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import DataConfig, load_config
+from data_pipeline.config import DataConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.vocabulary.words import load_segmenter
 from pretrain.config import Config
 

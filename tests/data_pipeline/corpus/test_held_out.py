@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from data_pipeline.build.identity import settings_key, store_settings
 from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import red
-from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig, load_config
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.selection import (
     ALL,

@@ -29,8 +29,8 @@ from data_pipeline.config import (
     PairsConfig,
     SourceConfig,
     VocabConfig,
-    load_config,
 )
+from data_pipeline.config_file import load_config
 from data_pipeline.corpus import readers
 from data_pipeline.corpus.selection import choose_extra_copies, hash_limit, hash_text
 from data_pipeline.corpus.sources import list_file_chunks

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from reference_pairs import make_store, small_vocabulary
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import DataConfig, PairsConfig, load_config
+from data_pipeline.config import DataConfig, PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.report import audit
 from data_pipeline.report import page as report
 from data_pipeline.report.checks import check_results

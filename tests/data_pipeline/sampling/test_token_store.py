@@ -20,14 +20,8 @@ from data_pipeline.build.prepare import prepare
 from data_pipeline.common.arrays import pack_bits, write_array
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import MARKER
-from data_pipeline.config import (
-    CorpusConfig,
-    DataConfig,
-    DatasetConfig,
-    PairsConfig,
-    VocabConfig,
-    load_config,
-)
+from data_pipeline.config import CorpusConfig, DataConfig, DatasetConfig, PairsConfig, VocabConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling import token_store
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.manifest import read_manifest

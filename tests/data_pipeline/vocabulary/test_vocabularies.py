@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.stages import is_chinese
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import (
-    CorpusConfig,
-    DataConfig,
-    PairsConfig,
-    SourceConfig,
-    VocabConfig,
-    load_config,
-)
+from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, SourceConfig, VocabConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from data_pipeline.config import load_config
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batches import Batch
 from pretrain.config import Config, ModelConfig
 from pretrain.models import attention, cpu

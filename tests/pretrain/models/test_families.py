@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.config import PairsConfig, load_config
+from data_pipeline.config import PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
 from pretrain import loss, probes
