@@ -27,6 +27,7 @@ from data_pipeline.corpus.readers import Rejects, read_documents
 from data_pipeline.corpus.sources import list_file_chunks
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.manifest import SPLITS
 from data_pipeline.sampling.pairs import LABELS, NO_PAIR
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
@@ -374,9 +375,7 @@ def draw_journey(config: Config, out: Path) -> None:
     if not lines or not (export / "config.json").exists():
         raise UserError(f"no finished run in {run}; python -m pretrain CONFIG makes one")
     vocabulary = read_vocabulary(data / "vocab")
-    store, held_out = (
-        TokenStore.open(data / "store", split, vocabulary) for split in ("train", "held_out")
-    )
+    store, held_out = (TokenStore.open(data / "store", split, vocabulary) for split in SPLITS)
     phases = phases_of(config)
     phase = next((one for one in phases if one.data.single_segment_prob < 1), phases[0])
     source = BatchSource(store, phase.data, phase.seed)

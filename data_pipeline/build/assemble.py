@@ -20,8 +20,8 @@ from data_pipeline.common.system import progress_bar
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus.readers import FileChunk, left_out
 from data_pipeline.corpus.sources import name_source
-from data_pipeline.sampling.manifest import SCHEMA, held_out_shortfall, lack_of_sentences
-from data_pipeline.sampling.soundness import SPLITS, hash_manifest
+from data_pipeline.sampling.manifest import SCHEMA, SPLITS, held_out_shortfall, lack_of_sentences
+from data_pipeline.sampling.soundness import hash_manifest
 from data_pipeline.sampling.token_store import ARRAYS, count_parts, find_run_edges, load_array
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES
 

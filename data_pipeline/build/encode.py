@@ -23,7 +23,7 @@ from data_pipeline.common.folders import sealed_folder
 from data_pipeline.config import CorpusConfig, VocabConfig
 from data_pipeline.corpus.readers import FileChunk, Rejects
 from data_pipeline.corpus.selection import Selection, hash_document, read_selected
-from data_pipeline.sampling.soundness import SPLITS
+from data_pipeline.sampling.manifest import SPLITS
 from data_pipeline.sampling.vocabulary import BYTES_BEGIN, read_vocabulary
 from data_pipeline.vocabulary.existing import is_whole, load_tokenizer, load_whole
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer

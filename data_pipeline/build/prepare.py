@@ -26,8 +26,8 @@ from data_pipeline.common.folders import (
 from data_pipeline.common.system import count_cpus, progress_bar
 from data_pipeline.config import PROBES_FILE, DataConfig
 from data_pipeline.corpus.sources import count_bytes
-from data_pipeline.sampling.manifest import read_manifest
-from data_pipeline.sampling.soundness import CHECKED_FILE, SPLITS
+from data_pipeline.sampling.manifest import SPLITS, read_manifest
+from data_pipeline.sampling.soundness import CHECKED_FILE
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.words import load_segmenter

@@ -49,6 +49,7 @@ from data_pipeline.corpus.sources import (
     name_source,
     sample_hash,
 )
+from data_pipeline.sampling.manifest import SPLITS
 from data_pipeline.sampling.vocabulary import Vocabulary, read_vocabulary
 from data_pipeline.vocabulary.coverage import measure_accents, print_report, report_vocabulary
 from data_pipeline.vocabulary.existing import (
@@ -159,7 +160,7 @@ def write_vocab(work: Work) -> None:
     check_corpus(work.stats, work.config, work.groups)
     warn_of_languages(work)
     whole = work.whole is not None
-    counts, unseen = (merge_counts(work.scans, split, whole) for split in ("train", "held_out"))
+    counts, unseen = (merge_counts(work.scans, split, whole) for split in SPLITS)
     try:
         pieces = make_vocabulary(counts, work.vocab, work.existing)
     except UserError as error:
@@ -244,7 +245,7 @@ def check_corpus(stats: list[dict], config: DataConfig, groups: list[list[FileCh
                 f"{what} holds no text ({name_source(source)}; left out: {left_out(causes)}); "
                 "correct the section corpus"
             )
-    documents, held_out = (sum(s[x]["documents"] for s in stats) for x in ("train", "held_out"))
+    documents, held_out = (sum(s[x]["documents"] for s in stats) for x in SPLITS)
     if not documents:
         them = "the only document is" if held_out == 1 else f"all {held_out:,} documents are"
         raise UserError(

@@ -23,12 +23,13 @@ from data_pipeline.corpus.readers import left_out
 from data_pipeline.report.audit import CHINESE, LONG, audit_store
 from data_pipeline.report.checks import check_held_out, check_results, percent, pieces_name
 from data_pipeline.sampling.manifest import (
+    SPLITS,
     held_out_shortfall,
     lack_of_sentences,
     list_other_settings,
 )
 from data_pipeline.sampling.pairs import LABELS, NO_PAIR
-from data_pipeline.sampling.soundness import SPLITS, check_data
+from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from data_pipeline.vocabulary.coverage import describe_accents

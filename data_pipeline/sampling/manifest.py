@@ -10,6 +10,7 @@ from data_pipeline.config import HELD_OUT_DOCUMENTS, HELD_OUT_TOKENS, DataConfig
 
 SCHEMA = 2  # version of manifest and file layout; 1 had a folder per shard and can still be read
 FEW_SENTENCES = 1.5  # of a document: with fewer, half of the documents or more have a single one
+SPLITS = ("train", "held_out")  # of a corpus: a folder and a token store each
 SIZES = {"tokens": COUNT, "sentences": COUNT, "documents": COUNT}
 OF_SOURCE = re.compile(r"corpus\.sources\[(\d+)\]\.(\w+)")  # a setting of a source
 HASHES = {str: SHA256}
@@ -26,9 +27,7 @@ MANIFEST = {  # shape of a manifest of either schema
         {"name": str, "layout": str, "weight": float, "rejects": {str: COUNT}, "bytes": COUNT}
         | {"words": COUNT, **SIZES}
     ],
-    **dict.fromkeys(
-        ("train", "held_out"), (SPLIT | {"sha256": HASHES}, SPLIT | {"shards": SHARDS})
-    ),
+    **dict.fromkeys(SPLITS, (SPLIT | {"sha256": HASHES}, SPLIT | {"shards": SHARDS})),
 }
 
 

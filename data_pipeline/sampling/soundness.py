@@ -15,11 +15,10 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file, write_file
 from data_pipeline.common.reading import read_json
 from data_pipeline.common.system import progress_bar
-from data_pipeline.sampling.manifest import read_manifest
+from data_pipeline.sampling.manifest import SPLITS, read_manifest
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
 
-SPLITS = ("train", "held_out")
 CHECKED_FILE = "checked.json"  # in data_dir: files that passed the check, by path
 BLOCK = 1 << 22  # numbers to compare with their bounds at once
 
