@@ -22,6 +22,7 @@ RENAMED = {  # key of 0.1.0 -> key of today
 }
 MOST_ITEMS = 20_000  # of a YAML file: the parser of 40,000 lists in each other overflows its stack
 OF_TRAINING = ("model", "train", "tracking", "export")  # sections that preparation does not read
+WRONG_VALUE = (OmegaConfBaseException, TypeError)  # TypeError: a list for a mapping
 T = TypeVar("T")
 
 
@@ -41,22 +42,32 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
                 del layer[section]
             check_keys(schema, layer, origin)
             merged = OmegaConf.merge(merged, layer)  # names the first layer with a wrong type
-        origin = f"{path} with {' '.join(overrides)}" if overrides else path
+    except WRONG_VALUE as error:
+        raise UserError(f"{origin}, {name_key(error)}") from None
+    try:
         given = OmegaConf.merge(*(layer for layer, _ in layers))
         merged = OmegaConf.merge(OmegaConf.structured(schema), schema.defaults(given), given)
         config = OmegaConf.to_object(merged)
-        check_texts(asdict(config), path)
-    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping
-        reason, key = str(error).splitlines()[0], getattr(error, "full_key", None)
-        raise UserError(f"{origin}, key {key or '?'}: {reason}") from None
+    except WRONG_VALUE as error:
+        raise UserError(f"{name_origins(path, overrides, error)}, {name_key(error)}") from None
+    check_texts(asdict(config), path)
     try:
         config.validate()
     except UserError as error:
-        named = [item for item in overrides if item.partition("=")[0] in str(error)]
-        raise UserError(f"{' '.join([path, *named])}: {error}") from None
+        raise UserError(f"{name_origins(path, overrides, error)}: {error}") from None
     config.corpus.place_plug_ins(os.path.dirname(path))
     place_folders(config, path)
     return config
+
+
+def name_key(error: Exception) -> str:
+    """Say in one line which value of a config is wrong, and why."""
+    return f"key {getattr(error, 'full_key', None) or '?'}: {str(error).splitlines()[0]}"
+
+
+def name_origins(path: str, overrides: list[str], error: Exception) -> str:
+    """Name the file of a config, and the overrides whose keys an error is about."""
+    return " ".join([path, *(item for item in overrides if item.partition("=")[0] in str(error))])
 
 
 def read_layers(path: str, overrides: list[str]) -> list[tuple[DictConfig, str]]:

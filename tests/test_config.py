@@ -282,12 +282,16 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path):
         load_config(Config, str(tmp_path / "binary.yaml"))
 
 
-def test_what_a_file_refers_to_in_vain_is_not_blamed_on_the_command_line_alone(tmp_path):
+def test_a_reference_to_nothing_names_the_file_or_the_override_that_has_it(tmp_path):
     (tmp_path / "config.yaml").write_text("run_dir: ${nowhere}\n")
     path = str(tmp_path / "config.yaml")
     with pytest.raises(UserError) as caught:
         load_config(Config, path, ["seed=1"])
-    assert str(caught.value).startswith(f"{path} with seed=1, key run_dir: Interpolation key")
+    assert str(caught.value).startswith(f"{path}, key run_dir: Interpolation key")
+    with pytest.raises(UserError) as caught:
+        load_config(Config, path, ["run_dir=${missing}", "seed=1"])
+    expected = f"{path} run_dir=${{missing}}, key run_dir: Interpolation key"
+    assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize(
