@@ -141,8 +141,9 @@ class Record:
         self.sums = torch.tensor(sums, dtype=torch.float64)  # (objectives, ROW)
         self.clock = Clock(run.accelerator.num_processes, peak_flops(run.accelerator.device))
         self.left = TimeLeft(run.phases, state["step"])
+        total, done = settings.max_steps, state["step"]
         self.bar = progress_bar(
-            "training", settings.max_steps, "step", state["step"], disable=not run.is_main
+            "training", total, "step", done, disable=not run.is_main, tells_remaining=False
         )
         self.log_line = self.bar.write if run.is_main else lambda line: None
         counts, unknown = sample_counts(run.store), run.store.vocabulary["[UNK]"]

@@ -45,22 +45,43 @@ def start_thread(function: Callable, *arguments) -> Future:
     return future
 
 
+class LogBar(tqdm):
+    """A progress bar in a log file: a line of its own every ten seconds, after ten minutes every
+    minute."""
+
+    write = staticmethod(print)  # tqdm's would draw the bar again after each message
+
+    def display(self, msg=None, pos=None) -> None:
+        print(self, end="" if self.disable else "\n", file=self.fp, flush=True)  # close ends a line
+        self.mininterval = 10 if self.format_dict["elapsed"] < 600 else 60
+
+
 def progress_bar(
-    what: str, total: int, unit: str, done: int = 0, disable: bool = False, delay: float = 0
+    what: str,
+    total: int,
+    unit: str,
+    done: int = 0,
+    disable: bool = False,
+    delay: float = 0,
+    tells_remaining: bool = True,
 ) -> tqdm:
     """Create a progress bar with rate and remaining time, shown after `delay` seconds.
 
-    Updates every half second in a terminal, and every ten seconds in a log file.
+    Redraws itself every half second in a terminal; in a log file it is a `LogBar`.
+    tells_remaining: False if the caller adds a better estimate.
     """
-    interval = 0.5 if sys.stderr.isatty() else 10
-    return tqdm(
+    terminal = sys.stderr.isatty()
+    shape = "{l_bar}{bar}|" if terminal else "{l_bar}"
+    times = "{elapsed}<{remaining}" if tells_remaining else "{elapsed}"
+    return (tqdm if terminal else LogBar)(
         None,
         what,
         total,
         initial=done,
         unit=unit,
         unit_scale=unit == "B",
-        mininterval=interval,
+        bar_format=shape + " {n_fmt}/{total_fmt} [" + times + ", {rate_fmt}{postfix}]",
+        mininterval=0.5 if terminal else 10,
         disable=disable,
         delay=delay,
     )
