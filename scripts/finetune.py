@@ -103,9 +103,6 @@ def main() -> None:
         configure_cpu()
     bf16 = choose_precision(args.precision, device.type == "cuda") == "bf16"
     splits, task = read_splits(args, device)
-    args.metric = args.metric or task.metrics[0]
-    known = ", ".join(task.metrics)
-    check(args.metric in task.metrics, f"--metric {args.metric}: {args.task} has {known}")
     described = {  # what cannot be read, or written, fails before the training
         "model": describe_model(args.model),
         "data": {name: describe_file(getattr(args, name), s) for name, s in splits.items()},
@@ -193,6 +190,10 @@ def check_settings(args: argparse.Namespace) -> None:
         f"--pool {args.pool}: {args.task} judges each token by its own state; leave it out",
     )
     args.pool = args.pool or "pooler"
+    metrics = TASKS[args.task].metrics
+    args.metric = args.metric or metrics[0]
+    known = ", ".join(metrics)
+    check(args.metric in metrics, f"--metric {args.metric}: {args.task} has {known}")
     is_classification = args.task in ("classification", "multi_label")
     check("bow" not in args.also or is_classification, f"--also bow: not for {args.task}")
     check(
@@ -206,6 +207,7 @@ def check_settings(args: argparse.Namespace) -> None:
             f"--columns {what}: wanted WHAT=NAME, WHAT one of {', '.join(COLUMNS)}",
         )
     args.columns = dict(columns)
+    check(len(args.columns) == len(columns), "--columns names one thing twice; give each once")
 
 
 def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Split], Task]:
@@ -216,7 +218,8 @@ def read_splits(args: argparse.Namespace, device: torch.device) -> tuple[dict[st
         print(f"note: {args.train} has no more than --max-train {args.max_train:,}: all are taken")
         args.max_train = None
     if unread := list_unread(args.train, args.task, args.columns):
-        print(f"note: {args.train}: columns that are not read: {', '.join(unread)}")
+        names = ", ".join(name or "(without a name)" for name in unread)  # as pandas' index is
+        print(f"note: {args.train}: columns that are not read: {names}")
     task = TASKS[args.task](examples["train"])
     if args.task in ("classification", "multi_label", "regression"):
         read = [example for part in examples.values() for example in part]
@@ -434,11 +437,12 @@ def describe_runs(title: str, system: dict, metric: str) -> None:
 
 
 def describe_model(folder: Path) -> dict:
-    """Identify a model by its config, the hash of its weights, and what its export says of it."""
-    weights, marker = folder / "model.safetensors", folder / "export.json"
+    """Identify a model by its config, the hashes of its files, and what its export says of it."""
+    marker = folder / "export.json"
     found = {"folder": str(folder), "config": read_settings(folder)}
-    if weights.exists():
-        found["sha256"] = hash_file(weights)
+    patterns = "model*.safetensors", "pytorch_model*.bin", "tokenizer.json"
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    found["sha256"] = {path.name: hash_file(path) for path in files}
     if marker.exists():
         told = read_json(marker, {str: object}, "put an intact copy back")
         found |= {name: told[name] for name in told if name not in ("files", "schema")}

@@ -18,6 +18,7 @@ READS_TEXTS = ("text", "second", "label")
 READS = {"tagging": ("tokens", "tags"), "choice": ("context", "choices", "label")}
 FLAGS = {"0": False, "1": True, "false": False, "true": True, "0.0": False, "1.0": True}
 LETTERS = "ABCDEFGHIJ"  # of choices, where a label is one
+NO_COMMA = re.compile(r"['\"]\s+['\"]")  # between two texts of a list
 NO_LABEL = "-"  # of a pair about which the annotators did not agree, as in SNLI and OCNLI
 
 # CoNLL
@@ -133,9 +134,7 @@ def texts_with_label(row: Row) -> Example:
     has_label = label is not None and str(label).strip()
     check(has_label, f"{row.place} has no label; give it one, or remove the rows without")
     check(is_name(label), f"{row.place}: label is {label!r:.60}, not a name or a number")
-    is_whole = isinstance(label, float) and label.is_integer()
-    label = str(int(label) if is_whole else label).strip()  # JSON may hold 1 and 1.0
-    return Example(row.place, texts, label)
+    return Example(row.place, texts, label_name(label))
 
 
 def texts_with_number(row: Row) -> Example:
@@ -162,7 +161,7 @@ def texts_with_labels(row: Row) -> Example:
         and len(set(names)) == len(names),
         f"{row.place}: label is {label!r:.60}; wanted the names of the labels, each once",
     )
-    return Example(row.place, texts, [str(name).strip() for name in names if str(name).strip()])
+    return Example(row.place, texts, [name for name in map(label_name, names) if name])
 
 
 def flagged(row: Row, names: list[str]) -> list[str]:
@@ -175,13 +174,22 @@ def flagged(row: Row, names: list[str]) -> list[str]:
 
 def split_names(label: object) -> list:
     """Split the names of labels at commas, or read the list that pandas writes into a cell."""
-    text = str(label).strip()
+    text = label_name(label)
     if not (text.startswith("[") and text.endswith("]")):
         return text.split(",")
+    if NO_COMMA.search(text):
+        return [None]  # what numpy writes; Python would join the texts
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return [None]  # such as what numpy writes, without commas
+        return [None]
+
+
+def label_name(label: object) -> str:
+    """Return the name of a label; that of a whole number is the same with and without ".0", since
+    JSON may hold both."""
+    is_whole = isinstance(label, float) and label.is_integer()
+    return str(int(label) if is_whole else label).strip()
 
 
 def is_name(label: object) -> bool:
@@ -208,8 +216,8 @@ def choices(row: Row) -> Example:
     texts = row.text_under_each(names) if len(names) > 1 else row.texts("choices")
     context = " ".join(row.text_under_each(parts)) if len(parts) > 1 else row.text("context")
     check(len(texts) > 1, f"{row.place} has {len(texts)} choices; wanted two or more")
-    index = LETTERS.index(label) if label in [*LETTERS] else label
-    is_index = str(index) in map(str, range(len(texts)))
+    index = label_name(LETTERS.index(label) if label in [*LETTERS] else label)
+    is_index = index in map(str, range(len(texts)))
     wanted = f"0 to {len(texts) - 1}, or A to {LETTERS[: len(texts)][-1]}"
     check(is_index, f"{row.place}: label is {label!r}; wanted {wanted}")
     return Example(row.place, [context, *texts], int(index))
@@ -259,9 +267,9 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
         is_note = line.startswith("#") and (
             is_conllu or NOTE.match(line) or (cells[0] in ("#", "##") and len(cells) != width)
         )
-        if not words and (cells[:1] == ["-DOCSTART-"] or is_note):
+        if not words and is_note:
             start = number + 1
-        elif not line.strip():  # perhaps with a tab, as in the original files of WNUT-17
+        elif not line.strip() or cells[0] == "-DOCSTART-":  # a tab alone, as in WNUT-17, is blank
             if words:
                 check(
                     len(words) < 3 or words != [str(i + 1) for i in range(len(words))],

@@ -22,7 +22,8 @@ COLUMNS = {
     "context": ("context", "passage", "article", "question", "premise"),
     "choices": ("choices", "options", "endings"),
 }
-CHOICE = re.compile(r"(choice|ending|option|sol|answer)_?([0-9A-E])")  # one column for each choice
+# one column for each choice
+CHOICE = re.compile(r"((?:choice|ending|option|sol|answer)_?)([0-9]+|[A-J])")
 READABLE = {name for names in COLUMNS.values() for name in names}
 NAMES = READABLE | {  # of columns, by which a first line that is no example is noticed
     "word", "token", "tag", "pos", "form", "upos", "ner", "ner_tag", "sentiment", "rating", "stars",
@@ -212,8 +213,25 @@ class Row:
             return names
         name = self.find(what)
         if name is None and what == "choices" and what not in self.columns:
-            return sorted(name for name in self.cells if CHOICE.fullmatch(name))
+            return self.find_choices()
         return [name] if name else []
+
+    def find_choices(self) -> list[str]:
+        """Find the names of the columns of choices that are numbered, in order.
+
+        Raises `UserError` if two groups of columns may be meant.
+        """
+        groups: dict[str, list[str]] = {}
+        for found in filter(None, map(CHOICE.fullmatch, self.cells)):
+            groups.setdefault(found[1], []).append(found[0])
+        groups = {stem: names for stem, names in groups.items() if len(names) > 1}
+        check(
+            len(groups) < 2,
+            f"{self.place}: {' and '.join(names[0] for names in groups.values())} may each begin "
+            "the columns for choices; name them all, as in --columns choices=option1,option2",
+        )
+        names = next(iter(groups.values()), [])
+        return sorted(names, key=lambda name: (len(name), name))  # 2 before 10
 
     def get(self, what: str):
         """Return a cell. Raises `UserError` if the table has no such column."""

@@ -94,6 +94,10 @@ class Task:
         targets = torch.tensor([unit.target for unit in units], device=scores.device)
         return self.criterion(scores, targets)
 
+    def count(self, units: list[Unit]) -> int:
+        """Count what `loss` is the mean of."""
+        return len(units)
+
     def predict(
         self, scores: list[Tensor], units: list[Unit], examples: list[Example]
     ) -> list[Any]:
@@ -286,6 +290,9 @@ class Tagging(Task):
         total = F.cross_entropy(scores[rows, positions], tags, reduction="sum")
         return total / max(len(tags), 1)
 
+    def count(self, units):
+        return sum(len(unit.target[2]) for unit in units)
+
     def predict(self, scores, units, examples):
         predictions = []
         for rows, unit, example in zip(scores, units, examples, strict=True):
@@ -319,6 +326,7 @@ class QuestionAnswering(Task):
     def encode(self, examples, tokenizer, max_length):
         passages = {example.texts[1] for example in examples}
         passages = {passage: encode_with_offsets(passage, tokenizer) for passage in passages}
+        first, between, last = special_tokens(tokenizer)
         is_training, units = examples is self.training, []
         for i, example in enumerate(examples):
             question = encode_with_offsets(example.texts[0], tokenizer)[0]
@@ -327,13 +335,13 @@ class QuestionAnswering(Task):
             answer = find_answer(example, offsets)
             if answer and is_training:
                 self.longest = max(self.longest, answer[1] - answer[0] + 1)
-            head = [tokenizer.cls_token_id, *question, tokenizer.sep_token_id]
-            room = max_length - len(head) - 1
+            head = [*first, *question, *between]
+            room = max_length - len(head) - len(last)
             step = room - min(WINDOW_OVERLAP, room // 2)
             for start in range(0, max(len(ids) - room + step, 1), step):
                 part = ids[start : start + room]
-                sequence = [*head, *part, tokenizer.sep_token_id]
-                types = [0] * len(head) + [1] * (len(part) + 1)
+                sequence = [*head, *part, *last]
+                types = [0] * len(head) + [1] * (len(part) + len(last))
                 target = None
                 if answer:  # at [CLS] where the window does not hold all of it
                     inside = start <= answer[0] and answer[1] < start + len(part)
@@ -366,6 +374,15 @@ class QuestionAnswering(Task):
         # of the questions that are judged: those to train on may be of another language
         is_cmrc = is_chinese([text for texts in wanted for text in texts])
         return answer_scores(wanted, predictions, is_cmrc)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[int]]:
+    """Return the ids before, between and after two texts: RoBERTa has two separators between."""
+    found = tokenizer("a", "a")
+    ids, sides = found["input_ids"], found.sequence_ids()
+    first, second = sides.index(0), sides.index(1)
+    pieces = sides.count(0)
+    return ids[:first], ids[first + pieces : second], ids[second + pieces :]
 
 
 def allowed_spans(tokens: int, longest: int) -> Tensor:

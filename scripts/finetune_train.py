@@ -20,6 +20,7 @@ POOLS = ("pooler", "cls", "mean", "last4")
 POOL_OF_BATCHES = 50  # batches whose sequences are sorted by length together
 LENGTH_MULTIPLE = 8  # few different shapes: oneDNN prepares its kernels for each
 WEIGHT_DECAY, MAX_GRAD_NORM = 0.01, 1.0  # as in BERT
+HEAD_DROPOUT = {"albert": "classifier_dropout_prob"}  # what a config calls it
 LBFGS_STEPS = 200  # more than a head takes to converge
 
 
@@ -134,7 +135,7 @@ def build_network(
         raise UserError(f"{model_dir} has no pooler, as no {config.model_type} has; use --pool cls")
     torch.manual_seed(seed)  # the same head for every start
     if dropout is None:
-        dropout = getattr(config, "classifier_dropout", None)
+        dropout = config.to_dict().get(HEAD_DROPOUT.get(config.model_type, "classifier_dropout"))
     return Network(encoder, task, pool, config.hidden_dropout_prob if dropout is None else dropout)
 
 
@@ -298,14 +299,14 @@ def fit_head(
     optimizer = torch.optim.LBFGS(
         weights, max_iter=LBFGS_STEPS, line_search_fn="strong_wolfe", tolerance_change=1e-7
     )
-    count = sum(len(batch.units) for batch in batches)
+    count = sum(task.count(batch.units) for batch in batches)
 
     def closure() -> float:
         optimizer.zero_grad()
         total = penalty / 2 * network.head.weight.square().sum()
         total.backward()
         for batch in batches:
-            loss = task.loss(network(batch), batch.units) * len(batch.units) / count
+            loss = task.loss(network(batch), batch.units) * task.count(batch.units) / count
             loss.backward()
             total = total + loss.detach()
         return total

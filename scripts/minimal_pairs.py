@@ -34,7 +34,7 @@ def measure(
 ) -> dict:
     """Score pairs by the model and, given a token store, by the frequencies of its tokens.
 
-    Returns `pairs`, `pairs_per_second`, `accuracy` and, with a store, `unigram`, as
+    Returns `paradigms` and `pairs` (counts), `pairs_per_second`, `accuracy` and, with a store, `unigram`, as
     `by_phenomenon` returns them.
     """
     accelerator = Accelerator()
@@ -44,7 +44,7 @@ def measure(
     texts = [pair.good for pair in pairs] + [pair.bad for pair in pairs]
     sentences = encode_texts(model_dir, texts)
     check_lengths(sentences, vocabulary, model.config.max_position_embeddings)
-    paradigms = [tuple(getattr(pair, level) for level in LEVELS) for pair in pairs]
+    paradigms = [pair.paradigm for pair in pairs]
     unigram = {}
     if store_dir:
         counts = TokenStore.open(store_dir, "train", vocabulary).token_counts()
@@ -58,7 +58,8 @@ def measure(
         )
     speed = len(pairs) / (time.perf_counter() - began)
     accuracy = by_phenomenon(paradigms, prefers_good(scores))
-    return {"pairs": len(pairs), "pairs_per_second": speed, "accuracy": accuracy} | unigram
+    counts = {"paradigms": len({*paradigms}), "pairs": len(pairs)}
+    return {**counts, "pairs_per_second": speed, "accuracy": accuracy, **unigram}
 
 
 def print_table(results: dict) -> None:
@@ -70,7 +71,7 @@ def print_table(results: dict) -> None:
             print(f"{name:38}" + "".join(f"{column[level][name]:10.3f}" for column in columns))
         print()
     means = "".join(f"{column['mean']:10.3f}" for column in columns)
-    paradigms, pairs = len(columns[0]["UID"]), results["pairs"]
+    paradigms, pairs = results["paradigms"], results["pairs"]
     title = f"mean over {paradigms} paradigm{'s' * (paradigms != 1)}"
     print(f"{title:38}{means}")
     print(f"{pairs:,} pair{'s' * (pairs != 1)}, {results['pairs_per_second']:,.0f} per second")

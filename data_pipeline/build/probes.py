@@ -34,6 +34,11 @@ class MinimalPair:
     linguistics_term: str
     UID: str
 
+    @property
+    def paradigm(self) -> tuple[str, str, str]:
+        """Names of field, phenomenon and paradigm; two phenomena may have one of the same name."""
+        return self.field, self.linguistics_term, self.UID
+
 
 def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
     """Read the minimal pairs of files, or of all files in folders, up to `limit` a paradigm.
@@ -43,14 +48,14 @@ def read_pairs(names: list[str], limit: int | None = None) -> list[MinimalPair]:
     name of the file, with that of its folder if another file has the same.
     Raises `UserError` that names file and line.
     """
-    pairs, counts = [], {}
+    pairs, counts = [], Counter()
     files = list_files(names)
     stems = Counter(path.stem for path in files)
     for path in files:
         shared = stems[path.stem] > 1
         for pair in read_file(path, f"{path.parent.name}/{path.stem}" if shared else path.stem):
-            counts[pair.UID] = counts.get(pair.UID, 0) + 1
-            if limit is None or counts[pair.UID] <= limit:
+            counts[pair.paradigm] += 1
+            if limit is None or counts[pair.paradigm] <= limit:
                 pairs.append(pair)
     check(bool(pairs), f"no minimal pairs in {', '.join(names)}: all files there are empty")
     return pairs
@@ -166,12 +171,12 @@ def write_probes(data_dir: Path, probes: ProbesConfig, pairs: list[MinimalPair])
     """
     vocab_dir = data_dir / "vocab"
     found = {"settings": asdict(probes), "vocab_sha256": read_vocabulary(vocab_dir).sha256}
-    found["paradigms"] = [(pair.field, pair.linguistics_term, pair.UID) for pair in pairs]
+    found["paradigms"] = [pair.paradigm for pair in pairs]
     found["good"] = encode_texts(vocab_dir, [pair.good for pair in pairs])
     found["bad"] = encode_texts(vocab_dir, [pair.bad for pair in pairs])
     found["sentences"] = encode_texts(vocab_dir, probes.sentences)
     write_file(data_dir / PROBES_FILE, json.dumps(found).encode() + b"\n", shared=True)
     print(
-        f"probes: {len(pairs):,} minimal pairs of {len({pair.UID for pair in pairs}):,} paradigms, "
+        f"probes: {len(pairs):,} minimal pairs of {len({*found['paradigms']}):,} paradigms, "
         f"{len(probes.sentences):,} sentences to fill in"
     )
