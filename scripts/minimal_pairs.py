@@ -34,8 +34,8 @@ def measure(
 ) -> dict:
     """Score pairs by the model and, given a token store, by the frequencies of its tokens.
 
-    Returns `paradigms` and `pairs` (counts), `pairs_per_second`, `accuracy` and, with a store, `unigram`, as
-    `by_phenomenon` returns them.
+    Returns `paradigms` and `pairs` (counts), `pairs_per_second`, `accuracy` and, with a
+    store, `unigram`, as `by_phenomenon` returns them.
     """
     accelerator = Accelerator()
     if accelerator.device.type == "cpu":

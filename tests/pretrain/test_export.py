@@ -389,6 +389,14 @@ def test_the_gate_stops_a_wrong_export_and_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_gate_needs_no_transformers(model, prepared, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(*FAULTS["NSP rows swapped"])
+    with pytest.raises(AssertionError, match="after reading back"):
+        write(model, prepared, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_key_that_is_not_written_stops_the_export(model, prepared, tmp_path, monkeypatch) -> None:
     name, tampered = change_weights(lambda w: {n: t for n, t in w.items() if n not in POOLER})
     monkeypatch.setattr(name, tampered)

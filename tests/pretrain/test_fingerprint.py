@@ -190,6 +190,8 @@ def test_fewer_steps_than_are_done_are_refused() -> None:
     for extend in (False, True):
         with pytest.raises(UserError, match="has done 8 steps, but train.max_steps is 6"):
             check(fingerprint(), fingerprint("train.max_steps=6"), step=8, extend=extend)
+        with pytest.raises(UserError, match="has done 7 steps, but train.max_steps is 6"):
+            check(fingerprint(), fingerprint("train.max_steps=6"), step=7, extend=extend)
 
 
 def test_a_phase_that_is_over_keeps_its_steps() -> None:

@@ -12,6 +12,7 @@ from helpers import NO_DROPOUT, assert_same_run, command, fork, metrics, newest,
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
+from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
@@ -34,9 +35,14 @@ def build(
     return Monitor(phases, counts, 0, state or {}, said.append, start), said
 
 
-def plant(monkeypatch, store: TokenStore, *steps: int) -> None:
-    """The losses of some steps of the run of `prepared` become NaN; a function of their batches."""
-    source = BatchSource(store, PairsConfig(max_seq_length=64), seed=0)
+def plant(
+    monkeypatch, store: TokenStore, *steps: int, data: PairsConfig | None = None, seed: int = 0
+) -> None:
+    """The losses of some steps of the run of `prepared` become NaN; a function of their batches.
+
+    steps: of the phase with this data and seed.
+    """
+    source = BatchSource(store, data or PairsConfig(max_seq_length=64), seed)
     bad = [source.batch(16 * step, 16).input_ids for step in steps]
     forward = PretrainingModel.forward
 
@@ -118,6 +124,18 @@ def test_the_record_keeps_the_examples_of_each_skipped_step(
     (batch,) = [line["skipped"] for line in metrics(tmp_path) if "skipped" in line]
     assert batch.pop("losses") == [None, None]  # NaN, which JSON lacks
     assert batch == {"step": 2, "phase": 0, "first": 32, "count": 16}
+
+
+def test_the_examples_of_a_skipped_step_are_counted_from_the_start_of_its_phase(
+    prepared: Path, store: TokenStore, tmp_path: Path, monkeypatch
+) -> None:
+    phases = "train.phases=[{steps: 4}, {steps: 8, masked_lm_prob: 0.2}]"
+    _, phase = phases_of(load_config(Config, str(prepared / "config.yaml"), [phases]))
+    plant(monkeypatch, store, 2, data=phase.data, seed=phase.seed)
+    train_here(prepared, tmp_path, phases)
+    (batch,) = [line["skipped"] for line in metrics(tmp_path) if "skipped" in line]
+    assert (batch["step"], batch["phase"]) == (6, 1)
+    assert (batch["first"], batch["count"]) == (32, 16)  # as `BatchSource.batch` was asked above
 
 
 def test_a_nan_on_one_rank_alone_skips_the_step_on_all(prepared: Path, tmp_path: Path) -> None:
@@ -256,6 +274,17 @@ def test_a_spike_takes_the_weights_back_and_passes_over_the_data_since(
     train_here(prepared, tmp_path / "skipped")
     spiked, skipped = newest(tmp_path / "spiked"), newest(tmp_path / "skipped")
     assert all(torch.equal(spiked[name], skipped[name]) for name in spiked | skipped)
+
+
+def test_no_checkpoint_is_removed_while_a_spike_begins(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    shorten(monkeypatch)
+    raise_loss(monkeypatch, 6, 7)
+    # three of each step: step 4 would go when step 7 is saved, a step before it is needed
+    train_here(prepared, tmp_path, "train.save_every=1", "train.keep_checkpoints=3")
+    (line,) = [line for line in metrics(tmp_path) if "rollback" in line]
+    assert line["rollback"] == {"to": "step-00000004", "done": 8}
 
 
 def test_one_step_of_ten_times_the_loss_is_named_and_the_run_goes_on(
@@ -399,6 +428,26 @@ def test_a_skipped_step_is_no_part_of_a_spike() -> None:
     assert not any("the MLM loss of one step" in line for line in lines)
 
 
+def test_an_accepted_spike_is_the_usual_loss_from_then_on() -> None:
+    monitor, _ = build()
+    for _ in range(RECENT):
+        monitor.has_spiked(2.0, False)
+    assert [monitor.has_spiked(9.0, False) for _ in range(SPIKE_STEPS)][-1]
+    monitor.accept_spike(RECENT + SPIKE_STEPS)
+    for _ in range(RECENT):
+        assert not monitor.has_spiked(9.0, False) and not monitor.is_sick
+
+
+def test_a_spike_is_sought_in_the_loss_of_masked_tokens_alone(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    losses: list[float] = []
+    monkeypatch.setattr(Monitor, "has_spiked", lambda self, loss, _: losses.append(loss))
+    train_here(prepared, tmp_path, "train.log_every=1")
+    found = [line["train/mlm_loss"] for line in metrics(tmp_path) if "train/mlm_loss" in line]
+    assert losses == pytest.approx(found) and len(found) == 12
+
+
 def test_a_new_phase_forgets_what_was_usual() -> None:
     monitor, _ = build()
     for step in range(1000):
@@ -534,6 +583,14 @@ def test_a_gradient_far_above_the_usual_is_named_and_used() -> None:
     assert not said
     assert monitor.has_finite_gradient(RECENT, 11.0)
     assert "has norm 11, but the median is 1" in said[0]
+
+
+def test_the_usual_gradient_is_that_of_the_steps_before() -> None:
+    monitor, said = build()
+    for step in range(2 * RECENT):
+        monitor.has_finite_gradient(step, 1.0 if step < RECENT else 5.0)
+    monitor.has_finite_gradient(2 * RECENT, 40.0)
+    assert not said
 
 
 def test_a_text_full_of_unknown_tokens_is_named_at_the_start() -> None:

@@ -14,7 +14,7 @@ from pretrain.metrics import Clock, peak_flops, to_metrics
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import lay_out
 from pretrain.objectives import ROW, MaskedLM, SentencePairs, objectives_of
-from pretrain.optim import build_optimizers, learning_rate
+from pretrain.optim import build_optimizers, learning_rate, update
 
 TINY = ModelConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 TRAIN = TrainConfig(max_steps=100, warmup_steps=10, learning_rate=3e-3, weight_decay=0.1)
@@ -123,6 +123,16 @@ def test_every_trainable_parameter_is_in_one_optimizer_and_biases_and_norms_do_n
     for name, value in decay.items():
         wanted = 0.0 if name.endswith("bias") or "norm" in name else 0.1
         assert value == wanted, name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb"])
+def test_an_update_sets_the_learning_rate_of_all_parameters(optimizer: str) -> None:
+    model = build_model()
+    optimizers = build_optimizers(model, replace(TRAIN, optimizer=optimizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    fill_gradients(model, 0)
+    update(optimizers, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_muon_takes_the_matrices_of_the_encoder_and_adamw_the_rest() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.config_file import load_config
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
+from pretrain.agreement import turns
 from pretrain.probes import (
     MaskedCopies,
     by_phenomenon,
@@ -161,6 +163,15 @@ def test_many_processes_score_as_one(probed, run_dir, tmp_path, shards) -> None:
             [[p for _, p in mask] for mask in b["masks"]],
             atol=1e-5,
         )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_pass_counts_once_and_every_rank_has_as_many(ranks: int) -> None:
+    for n in range(1, 9):
+        places = (SimpleNamespace(process_index=i, num_processes=ranks) for i in range(ranks))
+        found = [list(turns(n, place)) for place in places]
+        assert len(set(map(len, found))) == 1
+        assert sorted(i for one in found for i, counts in one if counts) == list(range(n))
 
 
 def test_probes_may_change_when_a_run_resumes(probed: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import platform
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,10 @@ from helpers import fork, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config_file import load_config
+from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, ModelConfig, TrainConfig, count_kept
 from pretrain.models.build import check_memory, model_of
-from pretrain.run_setup import check_resources
+from pretrain.run_setup import check_resources, start_model
 from pretrain.word_vectors import word_vectors
 
 
@@ -151,3 +153,10 @@ def test_the_disk_that_counts_is_the_one_that_checkpoints_is_a_link_to(
         check_resources(config, 500)
     (run_dir / "checkpoints").symlink_to(large)
     check_resources(config, 500)
+
+
+def test_a_new_model_predicts_tokens_by_their_frequency(prepared: Path, store: TokenStore) -> None:
+    model, *_ = start_model(load_config(Config, str(prepared / "config.yaml")), store)
+    counts = store.token_counts() + 0.1
+    wanted = torch.from_numpy(np.log(counts / counts.sum())).float()
+    torch.testing.assert_close(model.mlm.bias.detach(), wanted)

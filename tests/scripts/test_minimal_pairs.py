@@ -302,9 +302,17 @@ def test_the_table_counts_one_pair_and_one_paradigm_as_one(monkeypatch, capsys) 
     import minimal_pairs
 
     accuracy = {"field": {}, "linguistics_term": {}, "UID": {"number": 1.0}, "mean": 1.0}
-    found = {"accuracy": accuracy, "pairs": 1, "pairs_per_second": 20.0}
+    found = {"paradigms": 1, "accuracy": accuracy, "pairs": 1, "pairs_per_second": 20.0}
     minimal_pairs.print_table(found)
     assert [*map(str.split, capsys.readouterr().out.splitlines())][-2:] == [
         ["mean", "over", "1", "paradigm", "1.000"],
         ["1", "pair,", "20", "per", "second"],
     ]
+
+
+def test_a_limit_is_for_each_paradigm_though_two_phenomena_have_one_of_a_name(tmp_path) -> None:
+    for term in ("agreement", "anaphor"):
+        row = {"sentence_good": "a b", "sentence_bad": "a c", "phenomenon": term, "paradigm": "x"}
+        (tmp_path / f"{term}.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    pairs = read_pairs([str(tmp_path)], 2)
+    assert [pair.linguistics_term for pair in pairs] == 2 * ["agreement"] + 2 * ["anaphor"]

@@ -146,6 +146,16 @@ def test_the_manifest_counts_the_bytes_and_words_of_a_split(prepared: Path, tmp_
     assert read_manifest(tmp_path / "data/store")["train"]["bytes"] == 2 * taken
 
 
+def test_the_bytes_of_a_paragraph_that_is_dropped_do_not_count(tmp_path: Path):
+    text = "A paragraph that is in both documents. " * 4
+    (tmp_path / "a.txt").write_text(f"{text}\nThe first one.\n\n{text}\nThe second one.")
+    config = config_of([str(tmp_path / "a.txt")], tmp_path / "data", size=32)
+    config.corpus.held_out_fraction = 0.0
+    prepare(config, workers=1)
+    wanted = len(f"{text}\nThe first one.") + len("The second one.")
+    assert read_manifest(tmp_path / "data/store")["train"]["bytes"] == wanted
+
+
 def test_place_locale_clock_and_hash_seed_change_no_byte(
     files: list[str], uninterrupted, tmp_path: Path
 ):

@@ -398,6 +398,7 @@ def test_utf16_without_its_mark_is_an_error_that_names_the_file(tmp_path: Path):
     st.integers(1, 30),
 )
 @example("a\r\n\r\nb\r\rc", "blank_line", 4, 2)
+@example("abc\r\nd", "blank_line", 4, 30)  # a line end that two blocks share
 def test_pieces_joined_are_the_whole_file(tmp_path_factory, text, layout, block, piece):
     file = write(tmp_path_factory.getbasetemp() / "pieces.txt", text)
     with (
@@ -418,6 +419,13 @@ def test_large_files_are_cut_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     rows = write(tmp_path / "a.jsonl", "".join(f'{{"text": "{i} é"}}\n' for i in range(500)))
     assert len(sources.list_file_chunks(CorpusConfig(files=str(rows)))) >= 10
     assert read(rows) == [f"{i} é" for i in range(500)]
+
+
+@pytest.mark.parametrize("size", [1, 100, (1 << 20) + 1, 3 << 20])
+def test_a_change_at_the_start_or_the_end_or_of_the_size_of_a_file_shows(tmp_path: Path, size: int):
+    texts = [b"x" * size, b"y" + b"x" * (size - 1), b"x" * (size - 1) + b"z", b"x" * (size + 1)]
+    found = [sources.sample_hash(write(tmp_path / "a.txt", text)) for text in texts]
+    assert len(set(found)) == len(texts)
 
 
 def test_a_large_utf16_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

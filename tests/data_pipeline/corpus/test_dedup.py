@@ -174,13 +174,24 @@ def test_a_source_of_which_less_is_taken_keeps_no_text_from_another(tmp_path: Pa
     assert len(set(kept)) == 400 * min(weight, 1)
 
 
+def test_a_weight_is_a_share_of_what_no_earlier_file_has(tmp_path: Path):
+    lines = [f"text {i}" for i in range(400)]
+    (tmp_path / "a.txt").write_text("\n".join(lines[:300]))
+    (tmp_path / "b.txt").write_text("\n".join(lines))
+    files = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    source = SourceConfig(files=files, layout="line", weight=0.5)
+    kept, causes = by_pieces(CorpusConfig(sources=[source], held_out_fraction=0.0), tmp_path)
+    assert len(kept) == len(set(kept)) == causes["not sampled"] == 200
+
+
 def test_a_document_that_is_not_taken_keeps_no_line_from_one_that_is(tmp_path: Path):
     lines = [f"{i} " * MIN_DEDUP_CHARS for i in range(100)]
-    (tmp_path / "a.txt").write_text("\n\n".join(f"{n}\n{line}" for line in lines for n in "ab"))
+    texts = [f"{i}{name}\n{line}" for i, line in enumerate(lines) for name in "ab"]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
     source = {"files": str(tmp_path / "a.txt"), "weight": 0.5, "held_out_fraction": 0.0}
     kept, causes = by_pieces(CorpusConfig(**source), tmp_path)
     shared = [document.split("\n")[1] for document in kept if "\n" in document]
-    wanted = {line for line in lines if any(line in document for document in kept)}
+    wanted = {lines[int(document.split("\n")[0][:-1])] for document in kept}
     assert len(kept) == causes["not sampled"] == 100
     assert sorted(shared) == sorted(wanted)
     assert len(shared) + causes["duplicate paragraphs"] == 100

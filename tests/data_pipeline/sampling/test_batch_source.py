@@ -246,6 +246,12 @@ def test_an_epoch_in_parts_keeps_what_holds_for_one(many, objective) -> None:
     assert len(first & again) < 0.5 * len(first)  # and another one in each epoch
 
 
+def test_each_part_of_an_epoch_has_random_numbers_of_its_own() -> None:
+    source = in_parts(make_store([[[1] * 10] * 8] * 512), 2, "none")  # documents of one shape
+    first, second = (part["a_end"] - part["a_start"] for part in map(source.epoch_part, (0, 1)))
+    assert first[:500].tolist() != second[:500].tolist()
+
+
 def test_steps_go_on_over_parts_and_epochs(many) -> None:
     source = in_parts(many, 3)
     wanted = np.concatenate([source.pairs(epoch) for epoch in range(2)])

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,12 @@ from data_pipeline.common.arrays import write_array
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import hash_file
 from data_pipeline.sampling import soundness
-from data_pipeline.sampling.soundness import CHECKED_FILE, check_data, hash_manifest
+from data_pipeline.sampling.soundness import (
+    CHECKED_FILE,
+    check_data,
+    hash_manifest,
+    is_within_bounds,
+)
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 
@@ -153,6 +159,18 @@ def test_numbers_out_of_bounds_are_found_although_all_hashes_fit(
     (data_dir / "store/manifest.json").write_text(json.dumps(manifest, indent=1))
     with pytest.raises(UserError, match="store/train is damaged"):
         check_data(data_dir)
+
+
+@pytest.mark.parametrize("name", ["sentence_offsets", "document_offsets"])
+def test_an_empty_sentence_or_document_is_found_wherever_a_block_ends(
+    store: TokenStore, name: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(soundness, "BLOCK", 8)
+    assert is_within_bounds(store)
+    for i in range(1, 20):
+        offsets = getattr(store, name).copy()
+        offsets[i] = offsets[i - 1]
+        assert not is_within_bounds(replace(store, **{name: offsets}))
 
 
 def test_a_store_in_a_folder_that_cannot_be_written_is_checked_all_the_same(
