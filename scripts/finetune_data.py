@@ -18,7 +18,7 @@ READS_TEXTS = ("text", "second", "label")
 READS = {"tagging": ("tokens", "tags"), "choice": ("context", "choices", "label")}
 FLAGS = {"0": False, "1": True, "false": False, "true": True, "0.0": False, "1.0": True}
 LETTERS = "ABCDEFGHIJ"  # of choices, where a label is one
-NO_COMMA = re.compile(r"['\"]\s+['\"]")  # between two texts of a list
+NO_COMMA = re.compile(r"['\"]\s+['\"]")  # between two texts of a list, as numpy writes it
 NO_LABEL = "-"  # of a pair about which the annotators did not agree, as in SNLI and OCNLI
 
 # CoNLL
@@ -178,7 +178,7 @@ def split_names(label: object) -> list:
     if not (text.startswith("[") and text.endswith("]")):
         return text.split(",")
     if NO_COMMA.search(text):
-        return [None]  # what numpy writes; Python would join the texts
+        return [None]  # Python would join the texts
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

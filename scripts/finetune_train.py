@@ -20,7 +20,6 @@ POOLS = ("pooler", "cls", "mean", "last4")
 POOL_OF_BATCHES = 50  # batches whose sequences are sorted by length together
 LENGTH_MULTIPLE = 8  # few different shapes: oneDNN prepares its kernels for each
 WEIGHT_DECAY, MAX_GRAD_NORM = 0.01, 1.0  # as in BERT
-HEAD_DROPOUT = {"albert": "classifier_dropout_prob"}  # what a config calls it
 LBFGS_STEPS = 200  # more than a head takes to converge
 
 
@@ -135,7 +134,8 @@ def build_network(
         raise UserError(f"{model_dir} has no pooler, as no {config.model_type} has; use --pool cls")
     torch.manual_seed(seed)  # the same head for every start
     if dropout is None:
-        dropout = config.to_dict().get(HEAD_DROPOUT.get(config.model_type, "classifier_dropout"))
+        of_albert = getattr(config, "classifier_dropout_prob", None)
+        dropout = getattr(config, "classifier_dropout", of_albert)
     return Network(encoder, task, pool, config.hidden_dropout_prob if dropout is None else dropout)
 
 

@@ -62,10 +62,8 @@ from data_pipeline.vocabulary.existing import (
 from data_pipeline.vocabulary.training import write_tokenizer
 
 MOST_BAD = 0.01  # share of bad rows of a source that may be skipped
-CHINESE = (
-    "most of the text is Chinese, but its language is set to {}; set corpus.language=zh, and "
-    "corpus.word_segmenter=segmenter to mask whole words instead of characters"
-)
+CHINESE = "most of the text is Chinese, but its language is set to {}; set corpus.language=zh"
+SEGMENT = ", and corpus.word_segmenter=segmenter to mask whole words instead of characters"
 NOT_LATIN = (
     "most of its letters are not Latin, but its language is set to {}; set corpus.language, which "
     "decides where sentences end and whether accents stay"
@@ -185,7 +183,7 @@ def warn_of_languages(work: Work) -> None:
     for i, source in enumerate(work.corpus.each_source()):
         sample, told = "".join(sample_source(work, i, LANGUAGE_SAMPLE)), ""
         if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
-            told = CHINESE.format(source.language)
+            told = CHINESE.format(source.language) + SEGMENT * (work.whole is None)
         elif source.language == SourceConfig.language and is_not_latin(sample):
             told = NOT_LATIN.format(source.language)
         if told:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +20,18 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from helpers import ROOT, write_tasks
 from sklearn import metrics as peer
 from sklearn.linear_model import LogisticRegression
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from tokenizers.processors import RobertaProcessing
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import hash_file
 from data_pipeline.config import VocabConfig
 from data_pipeline.sampling.vocabulary import Vocabulary
 from data_pipeline.vocabulary.training import write_tokenizer
@@ -296,6 +306,14 @@ def test_dropout_of_the_config_is_applied_before_the_head(exported, tasks, tmp_p
     assert network.train()(batch).std(0).min() > 0 == network.eval()(batch).std(0).max()
 
 
+def test_the_head_of_an_albert_has_the_dropout_of_its_config(tasks, tmp_path) -> None:
+    sizes = {"embedding_size": 8, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 9}
+    model = AlbertModel(AlbertConfig(**sizes, intermediate_size=32, classifier_dropout_prob=0.3))
+    model.save_pretrained(tmp_path)
+    task = TASKS["classification"](read_examples(tasks / "reviews/dev.tsv", "classification", {}))
+    assert build_network(tmp_path, False, task, "cls", None, 0).dropout.p == 0.3
+
+
 def test_batches_hold_every_unit_once_and_similar_lengths() -> None:
     rng = np.random.default_rng(0)
     texts = [Example("", ["a " * int(n)], "x") for n in rng.integers(1, 60, 500)]
@@ -327,7 +345,9 @@ def test_results_are_complete_and_the_same_for_the_same_seeds(
     assert found[0] == found[1]
     results = found[0]
     assert {"settings", "model", "data", "systems", "versions", "machine"} == results.keys()
-    assert results["model"]["step"] == 8 and "model.safetensors" in results["model"]["sha256"]
+    files = ("model.safetensors", "tokenizer.json")
+    hashes = {name: hash_file(exported / name) for name in files}
+    assert results["model"]["step"] == 8 and results["model"]["sha256"] == hashes
     assert {"torch", "transformers", "python", "project"} <= results["versions"].keys()
     assert results["data"]["train"]["examples"] == 160
     runs = results["systems"]["pretrained"]["runs"]
@@ -483,6 +503,22 @@ def kept(states: torch.Tensor, lengths: list[int]) -> finetune_train.Batch:
     """A batch of kept states of sequences with these lengths."""
     mask = torch.arange(states.shape[1]) < torch.tensor(lengths)[:, None]
     return finetune_train.Batch([], mask.long(), mask.long(), mask, states)
+
+
+def test_each_word_counts_as_much_whatever_batch_it_is_in(exported, tasks) -> None:
+    examples = read_examples(tasks / FILES["tagging"].format("dev"), "tagging", {})[:40]
+    examples += [replace(e, texts=5 * e.texts, label=5 * e.label) for e in examples[:8]]
+    task = TASKS["tagging"](examples)
+    units = task.encode(examples, AutoTokenizer.from_pretrained(exported), 64)
+    weights = []
+    for size in (1, 64):
+        network = build_network(exported, False, task, "cls", 0.0, 0)
+        batches = sorted_batches(units, size, torch.device("cpu"))
+        finetune_train.keep_states(network, batches, False, int)
+        split = Split(examples, units, batches)
+        finetune_train.fit_head(network, task, batches, split, None, 0.1)
+        weights.append(network.head.weight.detach())
+    torch.testing.assert_close(*weights, atol=1e-3, rtol=0)
 
 
 def test_padding_is_in_no_mean_of_frozen_states() -> None:
@@ -680,6 +716,27 @@ def test_a_window_has_two_types_and_the_first_answer_and_dev_does_not_say_how_lo
     longest = task.longest
     task.encode([Example("", texts, [(texts[1], 0)])], tokenizer, 64)
     assert task.longest == longest
+
+
+@pytest.mark.parametrize("has_two_separators", [False, True])
+def test_a_short_passage_is_encoded_as_the_tokenizer_encodes_a_pair(
+    has_two_separators: bool, exported
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    if has_two_separators:
+        separator, start = (("[SEP]", tokenizer.sep_token_id), ("[CLS]", tokenizer.cls_token_id))
+        inner = tokenizer.backend_tokenizer
+        inner.post_processor = RobertaProcessing(separator, start)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    question, passage = "Where is it?", "It is in Python now."
+    task = TASKS["qa"]([Example("", [question, passage], [("Python", 9)])])
+    (unit,) = task.encode(task.training, tokenizer, 64)
+    ((ids, _),) = unit.sequences
+    assert ids == tokenizer(question, passage)["input_ids"]
+    separators = ids.count(ids[-1])
+    assert separators == 2 + has_two_separators
+    first, last = unit.target
+    assert tokenizer.decode(ids[first : last + 1]).replace(" ##", "") == "python"
 
 
 def test_a_batch_without_any_piece_has_no_loss(exported) -> None:
@@ -1148,6 +1205,7 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path) -> None:
         ("--max-length 65", "wanted 16 to 64"),
         ("--metric bleu", "accuracy, macro_f1, matthews"),
         ("--columns text", "wanted WHAT=NAME"),
+        ("--columns text=a text=b", "--columns names one thing twice"),
         ("--seeds 1 1", "--seeds holds a number twice"),
         ("--learning-rates 1e-3 0.001", "--learning-rates holds a number twice"),
         ("--seeds -1", "--seeds -1: wanted 0 or more"),
@@ -1399,6 +1457,24 @@ def test_choices_in_twelve_columns_are_read_in_the_order_of_their_numbers(tmp_pa
     path.write_text(f"question,{names},label\nq,{','.join('abcdefghijkl')},11\n")
     (example,) = read_examples(path, "choice", {})
     assert example.texts == ["q", *"abcdefghijkl"] and example.label == 11
+
+
+def test_one_group_of_columns_holds_the_choices(tmp_path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("question,answer1,option1,option2,label\nq,z,a,b,1\n")
+    (example,) = read_examples(path, "choice", {})
+    assert example.texts == ["q", "a", "b"] and example.label == 1
+    path.write_text("question,answer1,answer2,option1,option2,label\nq,y,z,a,b,1\n")
+    with pytest.raises(UserError, match="answer1 and option1 may each begin the columns"):
+        read_examples(path, "choice", {})
+
+
+def test_a_whole_number_is_one_label_with_and_without_its_point(tmp_path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a", "labels": 1}\n{"text": "b", "labels": [1.0]}\n')
+    assert [e.label for e in read_examples(path, "multi_label", {})] == [["1"], ["1"]]
+    path.write_text('{"context": "a", "choices": ["b", "c"], "label": 1.0}\n')
+    assert [e.label for e in read_examples(path, "choice", {})] == [1]
 
 
 def test_the_beginning_of_a_document_ends_a_sentence(tmp_path) -> None:

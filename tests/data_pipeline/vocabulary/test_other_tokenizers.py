@@ -409,6 +409,13 @@ def test_it_is_not_extended_and_takes_no_segmenter(folder: Path, prepared: Path,
         prepare_with(prepared / "topics.txt", tmp_path, folder, word_segmenter="segmenter")
 
 
+def test_no_segmenter_is_advised_where_it_would_be_refused(folder: Path, tmp_path: Path, capsys):
+    (tmp_path / "zh.txt").write_text("他去了北京，回来了。\n\n" * 200, encoding="utf-8")
+    prepare_with(tmp_path / "zh.txt", tmp_path / "data", folder)
+    (warning,) = [x for x in capsys.readouterr().out.splitlines() if "text is Chinese" in x]
+    assert "corpus.language=zh" in warning and "word_segmenter" not in warning
+
+
 def test_other_merges_of_the_same_pieces_are_another_corpus(prepared: Path, tmp_path: Path):
     text = (prepared / "topics.txt").read_text(encoding="utf-8")
     (tmp_path / "t").mkdir()
