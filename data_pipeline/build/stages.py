@@ -39,7 +39,6 @@ from data_pipeline.corpus.selection import (
     find_earlier,
     hash_group,
     needs_selection,
-    order_of_keeping,
     select,
 )
 from data_pipeline.corpus.sources import (
@@ -73,8 +72,8 @@ SAMPLE = 1 << 20  # characters of each source in which the loss of accents is me
 LANGUAGE_SAMPLE = 1 << 16  # characters of each source by which Chinese is recognised
 # Of the files in `work`: 1 and 2 divided the text among the tasks in another way, 3 kept no
 # checksums, 4 had words of other tokenizers as text, 5 to 7 and 10 other rules of where a sentence
-# ends, 8 and 9 of which copy is kept.
-WORK_VERSION = 11
+# ends, 8, 9 and 11 of which copy is kept.
+WORK_VERSION = 12
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 Plan = list[tuple[Path, Task]]  # the tasks of a stage, each with the folder that it writes
 
@@ -133,9 +132,7 @@ def plan_comparing(work: Work) -> Plan:
 
 def write_earlier(work: Work) -> None:
     """Find the texts of each group that an earlier group has."""
-    sources = work.corpus.each_source()
-    n_whole = sum(sources[group[0].source].weight >= 1 for group in work.groups)
-    find_earlier(work.hashed, work.earlier, order_of_keeping(work.corpus, work.groups), n_whole)
+    find_earlier(work.corpus, work.groups, work.hashed, work.earlier)
 
 
 def is_read(work: Work) -> bool:

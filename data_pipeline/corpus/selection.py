@@ -5,7 +5,8 @@ the hashes of each chunk's documents and long paragraphs (and the text too, wher
 would be slow). Merging the hashes then shows for each chunk which of its texts occur in an earlier
 chunk. So a worker can scan any chunk alone, and the first copy of a text, in the order of chunks,
 is kept. Sources with a weight below 1 come last in that order: otherwise a source that uses a tenth
-of its documents would also remove the unused ones from other sources.
+of its documents would also remove the unused ones from other sources. Documents are compared first.
+Of the paragraphs, those of documents that such a source does not take are left out.
 
 Held-out split: the documents whose hash is below a limit, whatever the order of the files. The
 limit is `corpus.held_out_fraction` of all hashes. If that gives too few documents or too little
@@ -22,7 +23,7 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -63,10 +64,12 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
     """Write the hashes of a group's documents and long paragraphs to folder `out`.
 
     Files: `documents.npy` and `paragraphs.npy` (uint64, sorted hashes), `characters.npy` (int64,
-    length of each document in the same order), `rejects.json`, and `text`, the documents
-    themselves, if its file `is_costly`. Memory: 8 bytes per hash or length.
+    length of each document in the same order), `rejects.json`, `text`, the documents themselves, if
+    its file `is_costly`, and `owners.npy` (uint64, hash of the document of each paragraph) if the
+    weight is below 1. Memory: 8 bytes per hash or length.
     """
     hashes, characters, rejects = {kind: array("Q") for kind in KINDS}, array("q"), Rejects()
+    owners = array("Q")
     with sealed_folder(out, shared=True) as folder:
         documents = chain.from_iterable(read_documents(c, source, rejects) for c in group)
         if is_costly(group[0].path, group[0].layout):
@@ -78,8 +81,12 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
                 for line in document.split("\n"):
                     if len(line) >= MIN_DEDUP_CHARS:
                         hashes["paragraphs"].append(hash_text(line))
+                        owners.append(hashes["documents"][-1])
         order = np.argsort(hashes["documents"])
         save_array(folder / "characters.npy", np.array(characters)[order])
+        if source.weight < 1:
+            order = np.argsort(hashes["paragraphs"])
+            save_array(folder / "owners.npy", np.array(owners)[order])
         for kind, numbers in hashes.items():
             save_array(folder / f"{kind}.npy", np.sort(numbers))
         (folder / "rejects.json").write_text(json.dumps(rejects))
@@ -131,47 +138,72 @@ def order_of_keeping(corpus: CorpusConfig, groups: list[list[FileChunk]]) -> lis
     return sorted(range(len(groups)), key=lambda i: -min(sources[groups[i][0].source].weight, 1))
 
 
-def find_earlier(hashed: list[Path], out: Path, order: list[int], n_whole: int) -> None:
-    """Find the hashes of each chunk that also occur in a chunk that is earlier in an order.
+def find_earlier(
+    corpus: CorpusConfig, groups: list[list[FileChunk]], hashed: list[Path], out: Path
+) -> None:
+    """Find the hashes of each group that also occur in an earlier group, by `order_of_keeping`.
 
-    hashed: the folders that `hash_group` wrote. order: their indices; the first `n_whole` groups
-    use all their documents. The others may drop a document, so none of them counts as earlier for
-    paragraphs. Writes `00000i-documents.u8` and `00000i-paragraphs.u8` (uint64, sorted) to folder
-    `out` for each chunk i that has any.
+    hashed: the folders that `hash_group` wrote. Writes `00000i-documents.u8` and
+    `00000i-paragraphs.u8` (uint64, sorted) to folder `out` for each group i that has any.
+    Paragraphs count only in documents of which a copy is taken.
     """
+    order = order_of_keeping(corpus, groups)
     with sealed_folder(out) as folder:
-        for kind in KINDS:
-            files = [path / f"{kind}.npy" for path in hashed]
-            n = 1 + sum(path.stat().st_size for path in files) // (8 * MERGED)
-            bounds = [i * ALL // n for i in range(n)] + [ALL]
-            for low, high in pairwise(bounds):  # about `MERGED` hashes each
-                some = (between(np.load(f, mmap_mode="r"), low, high) for f in files)
-                parts = [part[run_starts(part)] for part in some]  # copies: one file open at a time
-                first = n_whole if kind == "paragraphs" else len(order)
-                found = in_earlier([parts[i] for i in order], first)
-                for i, earlier in zip(order, found, strict=True):
-                    if len(earlier):
-                        append_array(folder / f"{i:06d}-{kind}.u8", earlier)
+        if not corpus.deduplicate:
+            return
+        write_earlier(hashed, order, "documents", folder)
+        chosen = select(corpus, groups, hashed, folder)
+        write_earlier(hashed, order, "paragraphs", folder, chosen)
+
+
+def write_earlier(
+    hashed: list[Path],
+    order: list[int],
+    kind: str,
+    folder: Path,
+    chosen: Sequence["Selection"] = (),
+) -> None:
+    """Find the hashes of a kind that also occur in a group before, for each group of an order.
+
+    chosen: what is taken of each group, if hashes of other documents do not count.
+    """
+    n = 1 + sum((path / f"{kind}.npy").stat().st_size for path in hashed) // (8 * MERGED)
+    bounds = [i * ALL // n for i in range(n)] + [ALL]
+    for low, high in pairwise(bounds):  # about `MERGED` hashes each
+        parts = []
+        for i in order:  # each is copied, so that one file is open at a time
+            hashes = np.load(hashed[i] / f"{kind}.npy", mmap_mode="r")
+            start, end = span(hashes, low, high)
+            part = hashes[start:end]
+            if chosen and (hashed[i] / "owners.npy").exists():
+                owners = np.load(hashed[i] / "owners.npy", mmap_mode="r")[start:end]
+                part = part[chosen[i].is_taken(owners)]
+            parts.append(part[run_starts(part)])
+        for i, earlier in zip(order, in_earlier(parts), strict=True):
+            if len(earlier):
+                append_array(folder / f"{i:06d}-{kind}.u8", earlier)
+
+
+def span(hashes: np.ndarray, low: int, high: int) -> tuple[int, int]:
+    """Find the indices [start, end) of sorted `hashes` that lie in [low, high)."""
+    start = np.searchsorted(hashes, np.uint64(low))
+    end = len(hashes) if high == ALL else np.searchsorted(hashes, np.uint64(high))
+    return int(start), int(end)
 
 
 def between(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
     """Return the slice of sorted `hashes` in [low, high)."""
-    start = np.searchsorted(hashes, np.uint64(low))
-    end = len(hashes) if high == ALL else np.searchsorted(hashes, np.uint64(high))
+    start, end = span(hashes, low, high)
     return hashes[start:end]
 
 
-def in_earlier(parts: list[np.ndarray], n: int) -> list[np.ndarray]:
-    """Select from each array of distinct hashes those that occur in an array before it, among the
-    first `n`."""
+def in_earlier(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Select from each array of distinct hashes those that occur in an array before it."""
     ends = np.cumsum([len(part) for part in parts])
     together = np.concatenate(parts)
     order = np.argsort(together, kind="stable")  # equal hashes stay in the order of arrays
-    ordered = together[order]
-    is_first = run_starts(ordered)  # of equal ones
-    counts = order[is_first] < sum(map(len, parts[:n]))  # does that one lie in the first arrays?
     found = np.zeros(len(together), bool)
-    found[order] = ~is_first & counts[np.cumsum(is_first) - 1]
+    found[order] = ~run_starts(together[order])
     return [part[mask] for part, mask in zip(parts, np.split(found, ends[:-1]), strict=True)]
 
 
@@ -304,6 +336,18 @@ class Selection:
         if number in self.repeated[kind]:
             self.seen[kind].add(number)
         return False
+
+    def is_taken(self, numbers: np.ndarray) -> np.ndarray:
+        """Tell of which documents of a source with a weight below 1 a copy is taken.
+
+        numbers: their hashes (uint64), each of which occurs once among all that are not duplicates.
+        """
+        training, held_out = self.quotas
+        has_place = np.where(
+            numbers < self.limit, numbers < held_out.limit, numbers < training.limit
+        )
+        copies = read_earlier(self.earlier, self.number, "documents")
+        return has_place & np.isin(numbers, copies, invert=True)
 
     def take(self, document: str, number: int, held_out: bool, rejects: Rejects) -> tuple[str, int]:
         """Drop the duplicate paragraphs of a document, and decide how many copies to take.

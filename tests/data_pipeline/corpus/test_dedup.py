@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from helpers import contents
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.build.prepare import prepare
@@ -33,12 +33,13 @@ from data_pipeline.corpus.selection import (
     MIN_DEDUP_CHARS,
     Selection,
     find_earlier,
+    find_limit,
     hash_document,
     hash_group,
-    order_of_keeping,
     read_earlier,
     read_selected,
     select,
+    write_earlier,
 )
 from data_pipeline.corpus.sources import list_file_chunks
 
@@ -68,6 +69,23 @@ def plainly(documents: list[str]) -> tuple[list[str], dict[str, int]]:
     return kept, {cause: n for cause, n in causes.items() if n}
 
 
+def plainly_sampled(sources: list[tuple[float, list[str]]], limit: int) -> list[str]:
+    """The long lines that are left of sources with weights up to 1, in the order of keeping."""
+    sources = sorted(sources, key=lambda source: -source[0])
+    documents, lines = set(), []
+    for weight, texts in sources:
+        own = [text for text in dict.fromkeys(texts) if text not in documents]
+        documents |= set(own)
+        taken = set()
+        for held_out in (False, True):
+            some = [text for text in own if (hash_document(text) < limit) == held_out]
+            some.sort(key=hash_document)
+            taken |= set(some[: int(weight * len(some) + 0.5)])
+        for text in own:
+            lines += text.split("\n") if text in taken else []
+    return list(dict.fromkeys(line for line in lines if len(line) >= MIN_DEDUP_CHARS))
+
+
 def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str], dict[str, int]]:
     """The same by the project's way, the pieces being hashed and read in any `order`."""
     pieces = list_file_chunks(config)
@@ -76,8 +94,7 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
     for i in order(range(len(pieces))):
         hash_group([pieces[i]], hashed[i], sources[pieces[i].source])
     groups = [[piece] for piece in pieces]
-    n_whole = sum(sources[piece.source].weight >= 1 for piece in pieces)
-    find_earlier(hashed, folder / "earlier", order_of_keeping(config, groups), n_whole)
+    find_earlier(config, groups, hashed, folder / "earlier")
     chosen = select(config, groups, hashed, folder / "earlier")
     kept: dict[int, list[str]] = {i: [] for i in range(len(pieces))}
     rejects = Rejects()
@@ -85,7 +102,9 @@ def by_pieces(config: CorpusConfig, folder: Path, order=list) -> tuple[list[str]
         chosen[i].open()
         source = sources[pieces[i].source]
         for document in read_selected(pieces[i], source, chosen[i].hashes, rejects):
-            text, copies = chosen[i].take(document, hash_document(document), False, rejects)
+            number = hash_document(document)
+            held_out = number < chosen[i].limit
+            text, copies = chosen[i].take(document, number, held_out, rejects)
             kept[i] += [text] * copies
     return [document for i in kept for document in kept[i]], rejects
 
@@ -115,23 +134,20 @@ def test_a_text_stays_where_it_comes_first(tmp_path_factory, files, piece_bytes,
 
 
 @FEW
-@given(
-    st.lists(st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1)), min_size=1, max_size=5),
-    st.integers(0, 5),
-)
-def test_a_piece_learns_which_of_its_hashes_an_earlier_one_has(tmp_path_factory, pieces, n_whole):
+@given(st.lists(st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1)), min_size=1, max_size=5))
+def test_a_piece_learns_which_of_its_hashes_an_earlier_one_has(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("hashes")
     hashed = [folder / str(i) for i in range(len(pieces))]
     for path, hashes in zip(hashed, pieces, strict=True):
         path.mkdir()
         for kind in selection.KINDS:
             np.save(path / f"{kind}.npy", np.sort(np.array(hashes, np.uint64)))
-    with patch.object(selection, "MERGED", 3):
-        find_earlier(hashed, folder / "earlier", list(range(len(pieces))), n_whole)
-    for i, hashes in enumerate(pieces):
-        for kind, before in (("documents", pieces[:i]), ("paragraphs", pieces[: min(i, n_whole)])):
-            expected = sorted(set(hashes) & {n for piece in before for n in piece})
-            assert read_earlier(folder / "earlier", i, kind).tolist() == expected
+    for kind in selection.KINDS:
+        with patch.object(selection, "MERGED", 3):
+            write_earlier(hashed, list(range(len(pieces))), kind, folder)
+        for i, hashes in enumerate(pieces):
+            expected = sorted(set(hashes) & {n for piece in pieces[:i] for n in piece})
+            assert read_earlier(folder, i, kind).tolist() == expected
 
 
 def test_no_paragraph_goes_to_a_document_that_is_not_sampled(tmp_path: Path) -> None:
@@ -148,6 +164,53 @@ def test_no_paragraph_goes_to_a_document_that_is_not_sampled(tmp_path: Path) -> 
         return {line for text in documents for line in text.split("\n") if line in quoted}
 
     assert found(kept) == found(whole) and 20 < len(found(whole)) < 40
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.1])
+def test_a_paragraph_of_a_sampled_source_is_kept_once_and_so_not_in_both_splits(
+    tmp_path: Path, weight: float
+):
+    """Eight files of one line a document that all files share, and of one of their own."""
+    shared, own = "a licence " * 20, "text of a file "
+    for i in range(8):
+        documents = [f"document {i}, {n}\n{shared}\n{own * 20}{i}" for n in range(50)]
+        (tmp_path / f"{i}.txt").write_text("\n\n".join(documents))
+    kept, causes = by_pieces(CorpusConfig(files=str(tmp_path / "*.txt"), weight=weight), tmp_path)
+    lines = [line for document in kept for line in document.split("\n")]
+    taken = {line.split(",")[0][-1] for line in lines if line.startswith("document")}
+    assert len(kept) == 400 * weight
+    assert lines.count(shared) == 1
+    assert sorted(line for line in lines if line.startswith(own)) == [
+        f"{own * 20}{i}" for i in sorted(taken)
+    ]
+
+
+QUOTED = [f"quoted text {i} " * 8 for i in range(20)]
+FIRST, OTHERS = ([f"{name} {i}\n{QUOTED[i]}" for i in range(20)] for name in ("first", "other"))
+
+
+@FEW
+@example([(0.5, FIRST), (0.5, [*FIRST, "one"]), (0.5, OTHERS)], 900)  # copies of what is not taken
+@given(
+    st.lists(st.tuples(st.sampled_from([0.2, 0.5, 0.8, 1.0]), DOCUMENTS), min_size=1, max_size=4),
+    st.integers(100, 900),
+)
+def test_a_long_line_stays_where_it_comes_first_among_the_documents_that_are_taken(
+    tmp_path_factory, sources, piece_bytes
+):
+    folder, configs = tmp_path_factory.mktemp("sources"), []
+    for i, (weight, documents) in enumerate(sources):
+        (folder / f"{i}.txt").write_text("\n\n".join(documents), encoding="utf-8")
+        files = str(folder / f"{i}.txt")
+        configs.append(SourceConfig(files=files, layout="blank_line", weight=weight))
+    with patch("data_pipeline.corpus.sources.CHUNK_BYTES", piece_bytes):
+        config = CorpusConfig(sources=configs)
+        kept, _ = by_pieces(config, folder)
+        n_pieces = len(list_file_chunks(config))
+    hashed = [folder / f"hashes-{i}" for i in range(n_pieces)]
+    limit = find_limit(config, hashed, folder / "earlier")
+    lines = [line for text in kept for line in text.split("\n") if len(line) >= MIN_DEDUP_CHARS]
+    assert sorted(lines) == sorted(plainly_sampled(sources, limit))
 
 
 def test_the_first_source_that_holds_a_text_keeps_it(tmp_path: Path):

@@ -26,11 +26,11 @@ from data_pipeline.config_file import load_config
 from data_pipeline.corpus import selection
 from data_pipeline.corpus.selection import (
     ALL,
-    find_earlier,
     find_limit,
     hash_limit,
     hash_text,
     needs_selection,
+    write_earlier,
 )
 from data_pipeline.corpus.sources import count_bytes, list_file_chunks
 from data_pipeline.report import page as report
@@ -205,9 +205,10 @@ def test_the_limit_is_that_of_the_plain_rule_whatever_the_pieces(
                 documents = np.array(piece, np.uint64).reshape(-1, 2)
                 np.save(path / "documents.npy", documents[:, 0])
                 np.save(path / "characters.npy", documents[:, 1].astype(np.int64))
-                np.save(path / "paragraphs.npy", np.zeros(0, np.uint64))
-            find_earlier(paths, folder / f"{name}-earlier", list(range(len(paths))), len(paths))
-            limits.add(find_limit(corpus, paths, folder / f"{name}-earlier"))
+            earlier = folder / f"{name}-earlier"
+            earlier.mkdir()
+            write_earlier(paths, list(range(len(paths))), "documents", earlier)
+            limits.add(find_limit(corpus, paths, earlier))
             expected = plain_limit(pieces, share, deduplicate)
             draw.shuffle(pieces)
         # the limits may differ where the documents below do not
