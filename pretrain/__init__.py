@@ -21,6 +21,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # Compiled matrix products that oneDNN keeps; its default of 1,024 takes up to a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
+import_module("data_pipeline")  # ends a command in one line where the dependencies are missing
+
 HOMES = {"Config": "pretrain.config", "load_config": "data_pipeline.config_file"}
 __all__ = sorted(HOMES)
 

@@ -36,7 +36,10 @@ def test_the_journey_can_be_made_from_python(prepared: Path, tmp_path: Path) -> 
     assert (tmp_path / "exported/config.json").exists()
 
 
-@pytest.mark.parametrize("command", ["data_pipeline", "pretrain"])
+COMMANDS = ("data_pipeline", "pretrain", "pretrain.plan", "pretrain.export", "pretrain.report")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_outside_its_environment_says_what_to_do(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", command, "configs/mini.yaml"],
