@@ -43,6 +43,7 @@ STATE = {  # shape of state.json of any schema
     "window?": [(float, None)],
     "evaluation?": {str: (float, None)},
     "evaluation_due?": bool,
+    "evaluated_step?": COUNT,
     "micro_batch_size?": COUNT,
     "part_sizes?": [[COUNT]],
     "longest?": [COUNT],

@@ -307,7 +307,7 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
                 leave_evaluation(run, record, done)
             found |= scored
             others = run.probes.fill(run.bare, run.accelerator)
-        run.state["evaluation"] = found
+        run.state |= {"evaluation": found, "evaluated_step": done}
         if run.is_main:
             if found or others:  # a phase may have no held-out text of its length
                 record.tracker.log(done, found, **others)
@@ -317,10 +317,16 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
 
 
 def make_due_evaluation(run: Run, record: Record) -> None:
-    """Repeat the evaluation that a signal interrupted before this start, if any."""
-    if run.state.pop("evaluation_due", False):
-        evaluate_run(run, record, run.state["step"])
-        save_run(run, record, run.state["step"])
+    """Repeat the evaluation that a signal interrupted before this start, if any, and evaluate a run
+    whose `max_steps` was lowered to the step that it has reached."""
+    step = run.state["step"]
+    is_due = run.state.pop("evaluation_due", False)
+    if run.is_evaluated and step == run.config.train.max_steps:
+        # checkpoints of 0.2.0 do not say when they were evaluated
+        is_due |= run.state.get("evaluated_step", step if run.state["evaluation"] else 0) < step
+    if is_due:
+        evaluate_run(run, record, step)
+        save_run(run, record, step)
 
 
 def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from helpers import CPU_2, ROOT, assert_same_run, command, fork, newest, run, train_here
+from helpers import CPU_2, ROOT, assert_same_run, command, fork, metrics, newest, run, train_here
 
 from data_pipeline.common.errors import UserError
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state
@@ -91,6 +91,22 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
         read_state(newest_checkpoint(one / "checkpoints")) for one in (tmp_path, straight)
     )
     assert cut.keys() == whole.keys() and cut["evaluation"] == whole["evaluation"]
+
+
+@pytest.mark.parametrize("first", [3, 7])
+def test_a_run_that_is_cut_to_where_it_stands_is_evaluated_before_its_export(
+    prepared: Path, tmp_path: Path, first: int
+) -> None:
+    """Evaluations are due at steps 6 and 12; a signal stops the run before or after the first."""
+    plant = {"condition": f"arguments[1] == {first - 1}", "numbers": [int(signal.SIGTERM)]}
+    assert run_with(prepared, tmp_path, **LOOP, **plant).returncode == 75
+    for _ in range(2):  # the second start has nothing left to do
+        train_here(prepared, tmp_path, f"train.max_steps={first}", "train.extend=true")
+        steps = [row["step"] for row in metrics(tmp_path) if "eval/mlm_loss" in row]
+        assert steps == [first] if first < 6 else [6, first]
+    state = read_state(newest_checkpoint(tmp_path / "checkpoints"))
+    row = next(row for row in metrics(tmp_path) if row["step"] == first and "eval/mlm_loss" in row)
+    assert state["evaluation"]["eval/mlm_loss"] == row["eval/mlm_loss"]
 
 
 def test_a_kill_while_the_same_step_is_saved_again_loses_nothing(
