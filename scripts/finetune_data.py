@@ -71,7 +71,7 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     elif task == "tagging" and suffix not in TYPED_ROWS:
         examples = list(read_conll(path, columns))
     else:
-        check(path.exists(), f"no file at {path}")
+        check(path.exists(), f"no file at {path}; give a file of examples")
         known = ", ".join(ROWS)
         advice = "rename it to" if suffix in ("", ".txt") else "convert it to"
         check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}")

@@ -2,8 +2,10 @@
 
 BERT's normaliser and pre-tokeniser treat each character independently of its neighbours, and
 WordPiece treats each word independently. So a table of characters, filled by asking `tokenizers`,
-is enough to split text into words. Each distinct word gets a number, and its tokens are looked up
-once, when the vocabulary has been trained.
+is enough to split text into words. (One exception: where accents are stripped, `tokenizers` also
+sorts neighbouring marks, of which a few, such as U+302E, stay. Here they stay as written.) Each
+distinct word gets a number, and its tokens are looked up once, when the vocabulary has been
+trained.
 
 In languages without spaces (Chinese) a segmenter decides which of BERT's words form one masking
 unit. It reads the original text, and its cuts pass through the table as special characters, so
