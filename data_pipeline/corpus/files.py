@@ -10,14 +10,16 @@ import os
 import re
 import zlib
 from collections import Counter
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO
 from unicodedata import category, is_normalized
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import SourceConfig, to_list
 
+ADVICE = "put an intact copy there"
 BUFFER_BYTES = 1 << 20
-PACKED_BYTES = 1 << 10  # of a .zst file to unpack at once: at most 32 MB, as 4 bytes make 128 KB
+PACKED_BYTES = 1 << 10  # to unpack at once: at most 32 MB, as 4 bytes of a .zst file make 128 KB
 MARKS = {  # first bytes of files that users often give as text
     b"\xff\xfe\0\0": "encoding=utf-32",
     b"\xff\xfe": "encoding=utf-16",
@@ -51,19 +53,28 @@ ENCODINGS = {  # legacy encodings of a language, if other than Latin-1
 }
 
 
-class ZstdFile(io.RawIOBase):
-    """Read the decompressed bytes of a .zst file.
+class PackedFile(io.RawIOBase):
+    """Read the decompressed bytes of a file of one or more frames, each of which `new_frame` makes
+    a decompressor for.
 
-    Raises `EOFError` for a truncated file, which zstandard's own reader silently reads as a
-    complete one, and `OSError` for a damaged one.
+    padding: bytes that may lie between two frames. limit: bytes to unpack at once, if the
+    decompressor can stop, as it has to where a hundred bytes of .bz2 make a hundred megabytes.
+    Raises `EOFError` for a truncated file, and `OSError` for a damaged one. The readers of
+    zstandard, bz2 and lzma take some of them for whole: one that ends inside a frame, or one that
+    is damaged at the start of a later frame.
     """
 
-    def __init__(self, file: BinaryIO):
-        import zstandard
-
-        self.file, self.failure = file, zstandard.ZstdError
-        self.new_frame = zstandard.ZstdDecompressor().decompressobj
-        self.frame, self.packed, self.ready = self.new_frame(), b"", memoryview(b"")
+    def __init__(
+        self,
+        file: BinaryIO,
+        new_frame: Callable[[], Any],
+        failure: type[Exception],
+        padding: bytes = b"",
+        limit: int | None = None,
+    ):
+        self.file, self.new_frame, self.failure, self.padding = file, new_frame, failure, padding
+        self.limit = () if limit is None else (limit,)
+        self.frame, self.packed, self.ready = new_frame(), b"", memoryview(b"")
         self.inside = False  # whether a frame has begun and not ended
 
     def readable(self) -> bool:
@@ -71,33 +82,56 @@ class ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self.ready:
-            self.packed = self.packed or self.file.read(PACKED_BYTES)
-            if not self.packed:
-                if self.inside:
-                    raise EOFError("it ends inside a frame")
-                return 0
+            if getattr(self.frame, "needs_input", True):
+                self.packed = self.packed or self.file.read(PACKED_BYTES)
+                if not self.packed:
+                    if self.inside:
+                        raise EOFError("it ends inside a frame")
+                    return 0
             try:
-                self.ready = memoryview(self.frame.decompress(self.packed))
+                self.ready = memoryview(self.frame.decompress(self.packed, *self.limit))
             except self.failure as error:
                 raise OSError(str(error)) from None
             self.inside, self.packed = True, b""
             if self.frame.eof:
-                self.packed, self.frame = self.frame.unused_data, self.new_frame()
-                self.inside = False
+                self.start_frame(self.frame.unused_data)
         n = min(len(buffer), len(self.ready))
         buffer[:n], self.ready = self.ready[:n], self.ready[n:]
         return n
+
+    def start_frame(self, packed: bytes) -> None:
+        """Prepare for the frame that begins in `packed` or after it, behind any padding."""
+        while self.padding and not packed.lstrip(self.padding):
+            packed = self.file.read(PACKED_BYTES)
+            if not packed:
+                break
+        self.packed = packed.lstrip(self.padding) if self.padding else packed
+        self.frame, self.inside = self.new_frame(), False
 
     def close(self) -> None:
         self.file.close()
         super().close()
 
 
+def open_bz2(file: BinaryIO) -> BinaryIO:
+    unpacked = PackedFile(file, bz2.BZ2Decompressor, OSError, limit=BUFFER_BYTES)
+    return io.BufferedReader(unpacked, BUFFER_BYTES)
+
+
+def open_xz(file: BinaryIO) -> BinaryIO:
+    unpacked = PackedFile(file, lzma.LZMADecompressor, lzma.LZMAError, b"\0", BUFFER_BYTES)
+    return io.BufferedReader(unpacked, BUFFER_BYTES)
+
+
 def open_zst(file: BinaryIO) -> BinaryIO:
-    return io.BufferedReader(ZstdFile(file), BUFFER_BYTES)
+    import zstandard
+
+    # `zstd --long=31` writes windows of 2 GB
+    new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+    return io.BufferedReader(PackedFile(file, new_frame, zstandard.ZstdError), BUFFER_BYTES)
 
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst}
+OPENERS = {".gz": gzip.open, ".bz2": open_bz2, ".xz": open_xz, ".zst": open_zst}
 SLOW = (".bz2", ".xz")  # several times as slow to decompress as it is to read a copy
 
 
@@ -125,7 +159,7 @@ def open_bytes(path: str) -> BinaryIO:
     """
     suffix, file = compression(path), open_file(path)
     if suffix and not os.path.getsize(path):
-        raise UserError(f"{path} is damaged or not what its name says: it is empty")
+        raise UserError(f"{path} is damaged or not what its name says: it is empty; {ADVICE}")
     return OPENERS[suffix](file) if suffix else file
 
 
@@ -134,7 +168,7 @@ def read(file: BinaryIO, size: int, path: str) -> bytes:
     try:
         return file.read(size)
     except (EOFError, OSError, lzma.LZMAError, zlib.error, ValueError) as error:
-        raise UserError(f"{path} is damaged or not what its name says: {error}") from None
+        raise UserError(f"{path} is damaged or not what its name says: {error}; {ADVICE}") from None
 
 
 def is_utf8(source: SourceConfig) -> bool:

@@ -231,7 +231,11 @@ def find_blank_line(path: str, encoding: str, most: int) -> tuple[int, bool]:
     with open_bytes(path) as file:
         while size < most and (block := read(file, min(BLOCK_BYTES, most - size), path)):
             size += len(block)
-            text = (rest + clean_text(decoder.decode(block))).removeprefix("\ufeff").lstrip()
+            try:
+                decoded = decoder.decode(block)
+            except UnicodeError:  # such as UTF-16 without its mark: `read_text` says so
+                return size, False
+            text = (rest + clean_text(decoded)).removeprefix("\ufeff").lstrip()
             lines = text.rstrip()
             if BLANK_LINES.search(lines):
                 return size, True
