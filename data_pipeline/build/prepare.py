@@ -5,6 +5,7 @@ A stopped command resumes where it was, and the result depends neither on the nu
 on the machines that they run on.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,11 @@ from data_pipeline.common.folders import (
     is_intact,
     lock_folder,
     remove_entries,
+    remove_entry,
+    sealed_folder,
     size_of,
 )
+from data_pipeline.common.reading import read_json
 from data_pipeline.common.system import count_cpus, progress_bar
 from data_pipeline.config import PROBES_FILE, DataConfig
 from data_pipeline.corpus.sources import count_bytes
@@ -34,6 +38,7 @@ from data_pipeline.vocabulary.words import load_segmenter
 
 DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
 DATA_FILES += (PROBES_FILE, CHECKED_FILE)
+SETTINGS = "settings"  # ends the name of the folder that has those of unfinished work
 DISK_SHARE = 1.5  # bytes of disk per byte of text, at least: English takes 2.1, Chinese 3.3
 
 
@@ -65,14 +70,7 @@ def prepare(
     )
     claim_folder(work.data_dir, DATA_FILES, "data_dir", is_data)
     if is_prepared(work):
-        store_dir, vocabulary = work.data_dir / "store", read_vocabulary(work.data_dir / "vocab")
-        for split in SPLITS:  # finds missing or truncated files; --verify reads all of them
-            TokenStore.open(store_dir, split, vocabulary)
-        remove_entries(work.folder, is_work)  # a killed command may have left some
-        print(f"store: {store_dir} exists already")
-        warn_store(read_manifest(store_dir), config.data.objective)
-        encode_probes(work)
-        return
+        return use_prepared(work)
     for source in config.corpus.each_source():  # fail early if a plug-in cannot be imported
         sentence_splitter(source.language, source.sentence_splitter)
         segment = load_segmenter(source.word_segmenter)
@@ -83,10 +81,14 @@ def prepare(
         )
     run = partial(run_tasks, workers=workers or count_cpus(), cluster=cluster)
     with lock_folder(work.data_dir, shared=array_task is not None):
+        if is_prepared(work):  # since then, by a command that had the lock
+            return use_prepared(work)
         check_disk(work)
+        refuse_other_work(work)
         if not array_task:
             remove_others(work)
             remove_damaged(work)
+        keep_settings(work)
         stages = [stage for stage in STAGES if not stage.is_complete(work)]
         if array_task:
             run_array_task(stages[0], work, array_task, run)
@@ -177,6 +179,20 @@ def is_prepared(work: Work) -> bool:
     return (work.data_dir / "vocab/vocab.txt").exists()
 
 
+def use_prepared(work: Work) -> None:
+    """Check the files of a store that exists already, and encode the probes.
+
+    Raises `UserError` if one is missing or truncated; `--verify` reads all of them.
+    """
+    store_dir, vocabulary = work.data_dir / "store", read_vocabulary(work.data_dir / "vocab")
+    for split in SPLITS:
+        TokenStore.open(store_dir, split, vocabulary)
+    remove_entries(work.folder, is_work)  # a killed command may have left some
+    print(f"store: {store_dir} exists already")
+    warn_store(read_manifest(store_dir), work.config.data.objective)
+    encode_probes(work)
+
+
 def check_disk(work: Work) -> None:
     """Raise `UserError` if the disk of `data_dir` lacks the minimum space for preparation.
 
@@ -187,8 +203,32 @@ def check_disk(work: Work) -> None:
     check_space(work.data_dir, wanted - size_of(work.folder), "preparation", "data_dir")
 
 
+def refuse_other_work(work: Work) -> None:
+    """Raise `UserError` if there is unfinished work with other settings, which may be that of days,
+    and name the differences."""
+    for path in sorted(work.folder.glob(f"*-{SETTINGS}")):
+        name = path.name.removesuffix(SETTINGS)
+        if name.startswith(work.name) or not any(work.folder.glob(f"{name}*-*[0-9]")):
+            continue  # no task of it is done
+        advice = f"remove {work.folder} to start over"
+        kept = read_json(path / "settings.json", {"settings": {str: object}}, advice)
+        if different := list_differences(kept, work.settings):
+            raise UserError(
+                f"{work.folder} has unfinished work of another corpus or with other settings "
+                f"({'; '.join(different)}); restore them, choose another data_dir, or {advice}"
+            )
+
+
+def keep_settings(work: Work) -> None:
+    """Write the settings of the work beside its results, once."""
+    path = work.folder / f"{work.name}-{SETTINGS}"
+    if not path.exists():
+        with sealed_folder(path, shared=True) as folder:
+            (folder / "settings.json").write_text(json.dumps({"settings": work.settings}))
+
+
 def remove_others(work: Work) -> None:
-    """Remove unfinished work of commands with other settings and of killed workers."""
+    """Remove unfinished work of earlier versions and of killed workers."""
 
     def is_other(name: str) -> bool:
         return bool(is_work(name)) and (name.endswith(".tmp") or not name.startswith(work.name))
@@ -208,5 +248,6 @@ def remove_damaged(work: Work) -> None:
             f"damaged results, to be made again: {len(damaged)} of {len(found)}, the first is "
             f"{damaged[0]}"
         )
-        names = {path.name for path in (*damaged, work.earlier, work.vocab_dir)}
-        remove_entries(work.folder, names.__contains__)
+        # first what shows that a stage is complete: a kill leaves nothing that needs what is gone
+        for path in (work.vocab_dir, work.earlier, *damaged):
+            remove_entry(path)

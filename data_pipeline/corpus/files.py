@@ -235,6 +235,8 @@ def guess(head: bytes, seen: bytes, language: str) -> str:
         return "binary data"
     text = seen.decode("utf-8", "replace")
     above = [c for c in text if c > "\x7f"]
+    if not above:
+        return "encoding=utf-8"
     if above.count("\ufffd") * 2 < len(above):
         return "UTF-8 with errors"
     if is_gb18030(seen):

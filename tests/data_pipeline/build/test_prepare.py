@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -17,13 +18,14 @@ import pytest
 from helpers import ROOT, contents
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from data_pipeline.build import prepare as prepare_module
 from data_pipeline.build import stages
 from data_pipeline.build.encode import scan_group
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.build.workers import Task, run_tasks
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.folders import atomic_folder
+from data_pipeline.common.folders import atomic_folder, lock_folder
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
 from data_pipeline.config_file import load_config
 from data_pipeline.corpus import sources
@@ -303,6 +305,25 @@ def test_a_second_run_keeps_everything(files: list[str], tmp_path: Path):
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
+def test_a_command_that_waited_for_the_lock_finds_the_store_of_the_other(
+    files: list[str], tmp_path: Path, monkeypatch, capsys
+):
+    before = {}
+
+    @contextmanager
+    def lock_after_the_other(*arguments, **options):
+        monkeypatch.undo()
+        prepare(config_of(files, tmp_path), workers=1)
+        before.update({p: p.stat().st_ino for p in (tmp_path / "store").rglob("*")})
+        with lock_folder(*arguments, **options):
+            yield
+
+    monkeypatch.setattr(prepare_module, "lock_folder", lock_after_the_other)
+    prepare(config_of(files, tmp_path), workers=1)
+    assert {p: p.stat().st_ino for p in (tmp_path / "store").rglob("*")} == before
+    assert "exists already" in capsys.readouterr().out
+
+
 def test_a_store_that_has_lost_a_file_or_its_end_is_not_there_already(files, tmp_path, capsys):
     prepare(config_of(files, tmp_path), workers=1)
     path = tmp_path / "store/train/sentence_offsets.npy"
@@ -327,6 +348,54 @@ def test_a_vocabulary_that_was_deleted_comes_back(files, uninterrupted, tmp_path
         path.unlink()
     prepare(config_of(files, tmp_path), workers=1)
     assert contents(tmp_path) == uninterrupted
+
+
+def test_unfinished_work_of_other_settings_stops_the_command_and_stays(
+    files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path
+):
+    write_config(tmp_path, files)
+    command = [sys.executable, "-c", KILLED, "write_tokenizer", "0", str(tmp_path / "c.yaml")]
+    subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    before = contents(tmp_path / "data")
+    for options in ({}, {"finish": True}, {"array_task": (0, 2)}):
+        for config, message in (
+            (config_of(files, tmp_path / "data", size=600), r"\(vocab.size was 512, is 600\)"),
+            (config_of(files[:3], tmp_path / "data"), r"\(the text has changed\)"),
+        ):
+            with pytest.raises(UserError, match=f"{message}; restore them, .* or remove .*/work"):
+                prepare(config, workers=1, **options)
+    assert contents(tmp_path / "data") == before
+    prepare(config_of(files, tmp_path / "data"), workers=1)
+    assert contents(tmp_path / "data") == uninterrupted
+
+
+@pytest.mark.parametrize("where, calls", [("write_tokenizer", 0), ("write_array", 5)])
+def test_a_kill_while_damaged_results_are_removed_is_survived(
+    files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, monkeypatch, where, calls
+):
+    write_config(tmp_path, files)
+    command = [sys.executable, "-c", KILLED, where, str(calls), str(tmp_path / "c.yaml")]
+    subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    kinds = {"hashes": "rejects.json", "scan": "stats.json"}
+    for kind in kinds:
+        for removed in (1, 2, 3):
+            shutil.copytree(tmp_path / "data", tmp_path / "copy")
+            (path,) = (tmp_path / "copy/work").glob(f"*-{kind}-00002/{kinds[kind]}")
+            path.write_bytes(path.read_bytes() + b" ")
+            real, left = prepare_module.remove_entry, [None] * removed
+
+            def stop(path: Path, real=real, left=left) -> None:
+                if not left:
+                    raise KeyboardInterrupt
+                left.pop()
+                real(path)
+
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                patch.setattr(prepare_module, "remove_entry", stop)
+                prepare(config_of(files, tmp_path / "copy"), workers=1)
+            prepare(config_of(files, tmp_path / "copy"), workers=1)
+            assert contents(tmp_path / "copy") == uninterrupted
+            shutil.rmtree(tmp_path / "copy")
 
 
 def test_other_settings_are_refused(files: list[str], tmp_path: Path):
@@ -370,7 +439,7 @@ def test_a_file_that_changes_while_it_is_read_ends_preparation(
         prepare(config, workers=1)
     monkeypatch.setattr(stages, "scan_group", lambda *given: (changed.unlink(), scan_group(*given)))
     with pytest.raises(UserError, match=r"changed\.txt is gone; put it back"):
-        prepare(config_of([str(changed)], tmp_path / "data"), workers=1)
+        prepare(config_of([str(changed)], tmp_path / "other"), workers=1)
     monkeypatch.undo()
     changed.write_bytes(Path(files[0]).read_bytes())
     prepare(config, workers=1)

@@ -425,6 +425,10 @@ def test_utf16_without_its_mark_is_an_error_that_names_the_file(tmp_path: Path):
     file = write(tmp_path / "a.txt", "one\ntwo\n".encode("utf-16-le"))
     with pytest.raises(UserError, match="a.txt"):
         read(file, encoding="utf-16", layout="line")
+    for encoding in ("utf-16", "utf-32"):
+        file = write(tmp_path / "a.txt", "one\n\ntwo\n\nthree, as ASCII")
+        with pytest.raises(UserError, match=f"byte 0 is not {encoding} .*looks like utf-8: set"):
+            read(file, encoding=encoding)
 
 
 @FEW
