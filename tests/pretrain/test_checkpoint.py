@@ -18,7 +18,13 @@ import pretrain.train
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import atomic_folder, hash_file
 from data_pipeline.config_file import load_config
-from pretrain.checkpoint import list_checkpoints, newest_checkpoint, read_state, save_checkpoint
+from pretrain.checkpoint import (
+    list_checkpoints,
+    load_optimizers,
+    newest_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from pretrain.config import Config
 from pretrain.fingerprint import build_fingerprint
 from pretrain.optim import learning_rate
@@ -259,6 +265,22 @@ def test_moments_of_another_shape_are_one_line_and_nothing_is_written_beyond_the
         write_again(checkpoint, "optimizer.safetensors", data)
         with pytest.raises(UserError, match="of embeddings.word.weight that do not fit AdamW"):
             train_here(prepared, run_dir, "train.max_steps=14", "train.extend=true")
+
+
+def test_moments_that_a_checkpoint_lacks_are_dropped(tmp_path: Path) -> None:
+    """Such as those of pair heads, after a return to a checkpoint from before the pairs."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    model.bias.grad = None
+    optimizer.step()
+    folder = save_checkpoint(tmp_path, model, [optimizer], {"step": 1}, keep=1).result()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert list(optimizer.state) == [model.weight, model.bias]
+    load_optimizers(folder, model, [optimizer])
+    assert list(optimizer.state) == [model.weight]
+    assert optimizer.state[model.weight]["step"] == 1
 
 
 def test_checkpoints_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:

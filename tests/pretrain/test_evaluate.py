@@ -214,6 +214,23 @@ def test_a_masked_token_is_in_the_groups_of_its_kind_its_word_and_its_band(store
     ]
 
 
+def test_a_band_ends_where_its_share_of_the_vocabulary_does() -> None:
+    """Of 100 tokens one is frequent, and ten are medium."""
+    counts = np.arange(100, 0, -1)
+    assert frequency_bands(counts).tolist() == [0] + [1] * 10 + [2] * 89
+    assert frequency_bands(counts[::-1]).tolist() == [2] * 89 + [1] * 10 + [0]
+
+
+def test_a_batch_that_is_repeated_for_other_ranks_changes_no_metric(
+    prepared: Path, store: TokenStore
+) -> None:
+    model, held_out = build_model(store), build_held_out(prepared, store)
+    wanted = evaluate(model, held_out, Accelerator(cpu=True))
+    batch, groups, _ = held_out.batches[0]
+    held_out.batches.append((batch, groups, False))
+    assert evaluate(model, held_out, Accelerator(cpu=True)) == wanted
+
+
 def test_of_the_labels_the_fifth_is_among_the_five_highest_and_the_sixth_is_not(
     prepared: Path, store: TokenStore
 ) -> None:

@@ -439,6 +439,26 @@ def test_the_gate_stops_a_model_with_fewer_rows_than_the_tokenizer_has_ids(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_gate_stops_a_model_with_another_id_of_padding(prepared, vocabulary, tmp_path) -> None:
+    other = build(len(vocabulary), replace(TINY, pad_token_id=vocabulary["[MASK]"]))
+    with pytest.raises(AssertionError, match="has another id in config.json than in vocab.txt"):
+        write(other, prepared, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_gate_stops_a_tokenizer_that_transformers_reads_otherwise(
+    model, prepared, tmp_path
+) -> None:
+    vocab_dir = tmp_path / "data/vocab"
+    shutil.copytree(prepared / "data/vocab", vocab_dir)
+    settings = json.loads((vocab_dir / "tokenizer_config.json").read_text())
+    settings["do_lower_case"] = not settings["do_lower_case"]
+    (vocab_dir / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(AssertionError, match="transformers' tokenizer gives other ids for 'The qu"):
+        write(model, tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # ------------------------------------------------------------------------------ by itself
 
 

@@ -218,6 +218,27 @@ def test_shares_that_move_with_more_steps_are_named_with_numbers_that_do_not() -
     assert check(done, fingerprint(numbers, *longer), step=8, extend=True)
 
 
+def test_a_phase_may_change_until_its_first_step_is_done_and_the_first_one_never() -> None:
+    def two(prob: float) -> dict:
+        return fingerprint(f"train.phases=[{{steps: 4}}, {{steps: 4, masked_lm_prob: {prob}}}]")
+
+    assert check(two(0.2), two(0.3), step=4) == []
+    with pytest.raises(UserError, match="phase 1: data.masked_lm_prob was 0.2, is 0.3"):
+        check(two(0.2), two(0.3), step=5)
+    with pytest.raises(UserError, match="data.masked_lm_prob was 0.15, is 0.3"):
+        check(fingerprint(), fingerprint("data.masked_lm_prob=0.3"), step=0)
+
+
+def test_a_phase_that_has_begun_keeps_the_start_of_its_schedule() -> None:
+    whole, own = (
+        fingerprint(f"train.phases=[{{steps: 4}}, {{steps: 4{rate}}}]")
+        for rate in ("", ", learning_rate: 1.0e-3")
+    )
+    for extend in (False, True):
+        with pytest.raises(UserError, match="phase 1: schedule_start was 0, is 4"):
+            check(whole, own, step=6, extend=extend)
+
+
 def test_a_phase_that_would_have_begun_is_refused() -> None:
     """Its positions would never start, and its first examples never be seen."""
 

@@ -104,6 +104,36 @@ def test_a_token_without_any_chance_is_not_drawn_even_by_the_lowest_number() -> 
         assert found[2].tolist() == [drawn] * ROWS
 
 
+def test_the_highest_number_draws_no_token_without_a_chance_where_rounded_shares_miss_1() -> None:
+    x, weight, bias, labels = (t.detach() for t in inputs(kind=torch.float32))
+    bias[VOCAB - 1] = -torch.inf
+    labels[:] = 0
+    highest = 1 - 2**-24
+    sums = F.linear(x, weight, bias).softmax(1).cumsum(1)[:, -1]
+    assert (sums <= highest).any()
+    drawn = linear_cross_entropy(x, weight, bias, labels, torch.full((ROWS,), highest))[2]
+    assert drawn.max() < VOCAB - 1
+
+
+@pytest.mark.parametrize("columns", [1, 8])
+def test_scores_that_are_not_finite_draw_a_token_that_there_is(columns: int, monkeypatch) -> None:
+    """A generator that has diverged is evaluated all the same."""
+    monkeypatch.setitem(loss.COLUMN_MULTIPLE, "cpu", columns)
+    x, weight, bias, labels = (t.detach() for t in inputs())
+    drawn = linear_cross_entropy(x * torch.nan, weight, bias, labels, torch.rand(ROWS))[2]
+    assert ((0 <= drawn) & (drawn < VOCAB)).all()
+
+
+def test_a_token_that_scores_0_looks_original() -> None:
+    is_replaced = torch.tensor([False, False, False, True])
+    assert loss.replaced_token_loss(torch.zeros(4), is_replaced)[1] == 3
+
+
+def test_scores_beyond_a_curve_are_in_its_outer_bins() -> None:
+    counts = loss.count_scores(torch.tensor([-1e3, 1e3]), torch.tensor([False, True]))
+    assert counts.shape == (2, loss.BINS) and counts[0, 0] == counts[1, -1] == 1
+
+
 def test_labels_with_the_highest_score_of_many_are_right() -> None:
     x, weight, bias, labels = inputs()
     assert linear_cross_entropy(x, weight * 0, bias * 0, labels)[1] == ROWS

@@ -448,6 +448,19 @@ def test_a_spike_is_sought_in_the_loss_of_masked_tokens_alone(
     assert losses == pytest.approx(found) and len(found) == 12
 
 
+def test_steps_after_the_checkpoint_that_a_run_went_back_to_are_passed_over() -> None:
+    """The last of them too: its checkpoint has the weights of the one that it went back to."""
+    monitor, _ = build({"losses": [2.0]})
+    assert list(monitor.passed_over) == []
+    monitor.note_rollback(8, "step-00000004")
+    assert list(monitor.passed_over) == [5, 6, 7, 8]
+
+
+def test_a_step_belongs_to_one_line_of_the_log() -> None:
+    monitor, _ = build()  # a line every ten steps
+    assert [done for done in range(480, 530) if monitor.is_reached(500, done)] == [*range(500, 510)]
+
+
 def test_a_new_phase_forgets_what_was_usual() -> None:
     monitor, _ = build()
     for step in range(1000):
@@ -538,6 +551,32 @@ def test_each_trouble_is_named_once_and_no_other(change: dict, named: str) -> No
     assert not more
 
 
+@pytest.mark.parametrize(
+    ("name", "holds", "fails"),
+    [
+        ("train/mlm_loss", math.log(3) - 0.101, math.log(3) - 0.099),
+        ("train/nsp_accuracy", 0.532, 0.531),  # two standard errors of 1,000 pairs are 0.0316
+        ("perf/data_wait", 0.05, 0.051),
+    ],
+)
+def test_a_warning_begins_where_its_figure_passes_its_limit(
+    name: str, holds: float, fails: float
+) -> None:
+    for value, warnings in ((holds, 0), (fails, 1)):
+        monitor, said = build()
+        logged = monitor.check_health(500, SOUND | {name: value}, 1000)
+        assert len(said) == warnings
+        assert len(logged) == len(NOTHING) + (warnings if name != "perf/data_wait" else 0)
+
+
+def test_the_last_loss_that_is_a_number_is_kept() -> None:
+    """By which a run without evaluation is judged."""
+    monitor, _ = build()
+    for loss in (0.5, math.nan):
+        monitor.check_health(10, SOUND | {"train/mlm_loss": loss}, 1000)
+    assert monitor.state["loss"] == 0.5
+
+
 @pytest.mark.parametrize("start, first", [(0, 10), (490, 500), (495, 500)])
 def test_no_start_is_blamed_for_the_data_that_its_first_interval_waits_for(start, first) -> None:
     monitor, said = build(start=start)
@@ -553,6 +592,15 @@ def test_what_is_slow_to_learn_is_given_half_of_the_run() -> None:
         monitor.check_health(done, SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}, 1000)
     assert not said
     monitor.check_health(500, SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}, 1000)
+    assert len(said) == 2
+
+
+def test_a_long_run_is_judged_5000_steps_after_its_warm_up() -> None:
+    monitor, said = build(train=replace(TRAIN, max_steps=100_000, warmup_steps=1000))
+    slow = SOUND | {"train/mlm_loss": 2.0, "train/nsp_accuracy": 0.5}
+    monitor.check_health(5990, slow, 1000)
+    assert not said
+    monitor.check_health(6000, slow, 1000)
     assert len(said) == 2
 
 
@@ -585,6 +633,17 @@ def test_a_gradient_far_above_the_usual_is_named_and_used() -> None:
     assert "has norm 11, but the median is 1" in said[0]
 
 
+def test_gradients_and_losses_are_told_from_the_usual_at_any_step_by_ten_times_as_much() -> None:
+    for times, warnings in ((9.9, 0), (10.1, 2)):
+        monitor, said = build()
+        for step in range(2 * RECENT):
+            monitor.has_finite_gradient(step, 1.0)
+            monitor.has_spiked(2.0, False)
+        monitor.has_finite_gradient(2 * RECENT, times)
+        monitor.has_spiked(2 * times, False)
+        assert len(said) == warnings
+
+
 def test_the_usual_gradient_is_that_of_the_steps_before() -> None:
     monitor, said = build()
     for step in range(2 * RECENT):
@@ -594,5 +653,6 @@ def test_the_usual_gradient_is_that_of_the_steps_before() -> None:
 
 
 def test_a_text_full_of_unknown_tokens_is_named_at_the_start() -> None:
-    assert build(unknown=10)[1] == []
+    assert build(unknown=15)[1] == []
+    assert len(build(unknown=16)[1]) == 1  # of 316
     assert "25% of the training tokens are [UNK]" in build(unknown=100)[1][0]

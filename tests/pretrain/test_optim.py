@@ -14,7 +14,7 @@ from pretrain.metrics import Clock, peak_flops, to_metrics
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import lay_out
 from pretrain.objectives import ROW, MaskedLM, SentencePairs, objectives_of
-from pretrain.optim import build_optimizers, learning_rate, update
+from pretrain.optim import build_optimizers, learning_rate, skips_there, update
 
 TINY = ModelConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 TRAIN = TrainConfig(max_steps=100, warmup_steps=10, learning_rate=3e-3, weight_decay=0.1)
@@ -133,6 +133,41 @@ def test_an_update_sets_the_learning_rate_of_all_parameters(optimizer: str) -> N
     fill_gradients(model, 0)
     update(optimizers, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("skips_there", [False, True])  # on a GPU, where AdamW skips by itself
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_no_update_follows_a_gradient_whose_norm_is_not_finite(
+    norm: float, skips_there: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr("pretrain.optim.skips_there", lambda *_: skips_there)
+    model = build_model()
+    optimizers = build_optimizers(model, TRAIN)
+    before = [p.detach().clone() for p in model.parameters()]
+    fill_gradients(model, 0)
+    for found, is_same in ((norm, True), (1.0, False)):
+        update(optimizers, 0.1, torch.tensor([found]))
+        both = zip(before, model.parameters(), strict=True)
+        assert all(torch.equal(a, b) == is_same for a, b in both)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb"])
+def test_only_adamw_alone_and_on_a_gpu_skips_by_itself(optimizer: str) -> None:
+    """Beside Muon, which would take the step, it must not."""
+    optimizers = build_optimizers(build_model(), replace(TRAIN, optimizer=optimizer))
+    found = [skips_there(optimizers, device) for device in ("cpu", "cuda")]
+    assert found == [False, optimizer == "adamw"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb"])
+def test_gradients_of_zero_leave_finite_weights(optimizer: str) -> None:
+    """As those of a first step without labels, which have no direction."""
+    model = build_model()
+    optimizers = build_optimizers(model, replace(TRAIN, optimizer=optimizer))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    update(optimizers, 0.1)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_muon_takes_the_matrices_of_the_encoder_and_adamw_the_rest() -> None:

@@ -16,7 +16,7 @@ from data_pipeline.common.streams import Stream, derive_stream
 from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
-from pretrain.config import Config, PhaseConfig, phase_at, phases_of
+from pretrain.config import Config, PhaseConfig, phase_at, phase_edges, phases_of
 from pretrain.evaluate import HeldOut, build_held_out, evaluate
 from pretrain.models.bert import continue_positions
 from pretrain.optim import learning_rate
@@ -395,6 +395,11 @@ def test_the_card_of_the_export_names_the_phases(straight: Path) -> None:
 def test_phases_that_cannot_be_are_refused_by_name(prepared: Path, phases, message) -> None:
     with pytest.raises(UserError, match=message):
         load(prepared, f"train.phases={phases}")
+
+
+def test_each_phase_has_a_step_however_small_its_share() -> None:
+    assert phase_edges([0.5, 0.499, 0.001], 10) == [0, 5, 9, 10]
+    assert phase_edges([0.001, 0.001, 0.998], 10) == [0, 1, 2, 10]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,31 @@ def test_what_is_unusual_is_named_and_nothing_else(prepared, overrides, named) -
     assert len(found) == 1 and named in found[0]
 
 
+@pytest.mark.parametrize(
+    ("holds", "fails"),
+    [
+        ({"epochs": 40}, {"epochs": 41}),
+        ({"tokens": 32.0}, {"tokens": 31.9}),  # of 64 sequences
+        ({"counts": np.repeat([49, 50], [50, 50])}, {"counts": np.repeat([49, 50], [51, 49])}),
+        ({"warmup_steps": 20}, {"warmup_steps": 21}),
+        ({"learning_rate": 2e-3}, {"learning_rate": 2.1e-3}),
+        ({"learning_rate": 1e-5}, {"learning_rate": 9e-6}),
+        ({"random_replace_prob": 0.2, "inside": 0.2}, {"random_replace_prob": 0.2}),
+        ({"random_replace_prob": 0.19}, {"random_replace_prob": 0.2}),
+        ({"max_predictions_per_seq": 9}, {"max_predictions_per_seq": 8}),
+    ],
+)
+def test_a_setting_is_unusual_beyond_its_limit_and_not_at_it(prepared, holds, fails) -> None:
+    for given, warnings in ((holds, 0), (fails, 1)):
+        given = {"epochs": 1, "tokens": 60.0, "counts": None, "inside": 0.21} | given
+        figures = [given.pop(name) for name in ("epochs", "tokens", "counts", "inside")]
+        of_data = ("random_replace_prob", "max_predictions_per_seq")
+        options = [f"{'data' if n in of_data else 'train'}.{n}={v}" for n, v in given.items()]
+        usual = ("train.max_steps=100", "train.global_batch_size=64")
+        (phase,) = phases_of(config_of(prepared, *usual, *options))
+        assert len(list(plan.list_unusual(phase, *figures))) == warnings
+
+
 def test_a_vocabulary_too_large_for_its_text_is_named(prepared: Path) -> None:
     config = config_of(prepared, "train.max_steps=100", "train.global_batch_size=64")
     assert (

@@ -21,6 +21,7 @@ from pretrain.agreement import turns
 from pretrain.probes import (
     MaskedCopies,
     by_phenomenon,
+    check_lengths,
     prefers_good,
     score_by_frequency,
     score_sentences,
@@ -172,6 +173,26 @@ def test_each_pass_counts_once_and_every_rank_has_as_many(ranks: int) -> None:
         found = [list(turns(n, place)) for place in places]
         assert len(set(map(len, found))) == 1
         assert sorted(i for one in found for i, counts in one if counts) == list(range(n))
+
+
+def test_a_sentence_may_have_as_many_tokens_as_the_model_takes_and_no_more(vocabulary) -> None:
+    check_lengths([[5] * 8], vocabulary, 8)
+    with pytest.raises(UserError, match="9 tokens, but the model takes 8"):
+        check_lengths([[5] * 8, [5] * 9], vocabulary, 8)
+
+
+def test_a_pass_that_is_repeated_for_other_ranks_changes_no_score(
+    probed: Path, run_dir: Path, monkeypatch
+) -> None:
+    export, accelerator = run_dir / "export", Accelerator(cpu=True)
+    model, vocabulary = load_export(export), read_vocabulary(export)
+    sentences = encode_texts(export, [text for row in PAIRS for text in row[2:]])
+    given = (model, sentences, vocabulary, accelerator)
+    wanted = score_sentences(*given, most_tokens=40)
+    monkeypatch.setattr(
+        "pretrain.probes.turns", lambda n, _: [*((i, True) for i in range(n)), (0, False)]
+    )
+    assert score_sentences(*given, most_tokens=40).tolist() == wanted.tolist()
 
 
 def test_probes_may_change_when_a_run_resumes(probed: Path, tmp_path: Path) -> None:

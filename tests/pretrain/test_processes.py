@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import TWO_STEPS, assert_same_run, command, fork, run, train_here
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.config_file import load_config
 from pretrain import __main__ as main
 from pretrain.config import Config
-from pretrain.processes import trains_on_gpu
+from pretrain.processes import check_ranks_agree, trains_on_gpu
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,35 @@ def test_a_rank_with_another_config_is_named_once(
     lines = [line for line in done.stderr.splitlines() if "error: " in line]
     assert len(lines) == 1 and "rank 1 on" in lines[0] and named in lines[0], done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("patched", "value", "named"),
+    [
+        ("torch.__version__", "2.99", "torch is '2.99'"),
+        (
+            "accelerate.Accelerator.device",
+            torch.device("cuda"),
+            "device is 'cuda'",
+        ),
+    ],
+)
+def test_a_rank_with_another_torch_or_device_is_named(
+    patched: str, value: object, named: str, prepared: Path, monkeypatch
+) -> None:
+    """Both ranks here, one after the other."""
+    config, accelerator = load_config(Config, str(prepared / "config.yaml")), Accelerator(cpu=True)
+    ranks: list[tuple] = []
+
+    def gather(mine: list) -> list:
+        ranks.extend(mine)
+        return ranks
+
+    monkeypatch.setattr("pretrain.processes.gather_object", gather)
+    check_ranks_agree(config, {}, accelerator)
+    monkeypatch.setattr(patched, value)
+    with pytest.raises(UserError, match=f"rank 1 on .* has a different .*: {named}, on rank 0"):
+        check_ranks_agree(config, {}, accelerator)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from data_pipeline.config_file import load_config
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config, ModelConfig, TrainConfig, count_kept
 from pretrain.models.build import check_memory, model_of
-from pretrain.run_setup import check_resources, start_model
+from pretrain.run_setup import build_model, check_resources, start_model
 from pretrain.word_vectors import word_vectors
 
 
@@ -94,13 +94,16 @@ def test_no_more_checkpoints_are_reckoned_with_than_a_run_saves(
     assert count_kept(train) == wanted
 
 
+@pytest.mark.parametrize(("optimizer", "of_one", "of_two"), [("adamw", 7, 11), ("muon", 5, 8)])
 def test_memory_has_to_hold_the_copy_that_a_checkpoint_is_written_from(
-    prepared: Path, tmp_path: Path, monkeypatch
+    optimizer: str, of_one: int, of_two: int, prepared: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={tmp_path}"])
+    options = [f"run_dir={tmp_path}", f"train.optimizer={optimizer}"]
+    config = load_config(Config, str(prepared / "config.yaml"), options)
     number = check_memory(config.model, 500, config.data.objective, 0, 0)
-    # weights, gradients and two moments in each process, and a copy of three of them in one
-    for processes, copies in ((1, 7), (2, 11)):
+    # weights, gradients and two moments (of Muon one) in each process, and a copy of all of them
+    # but the gradients in one
+    for processes, copies in ((1, of_one), (2, of_two)):
         memory = 4 * copies * number
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         monkeypatch.setattr("pretrain.run_setup.machine_memory", lambda memory=memory: memory)
@@ -108,6 +111,34 @@ def test_memory_has_to_hold_the_copy_that_a_checkpoint_is_written_from(
         monkeypatch.setattr("pretrain.run_setup.machine_memory", lambda memory=memory: memory - 9)
         with pytest.raises(UserError, match=f"a model of {number:,} parameters needs at least"):
             check_resources(config, 500)
+
+
+def test_what_is_on_the_disk_of_earlier_checkpoints_is_not_needed_again(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
+    config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={tmp_path}"])
+    asked = []
+    monkeypatch.setattr("pretrain.run_setup.check_space", lambda *given: asked.append(given[1]))
+    check_resources(config, 500)
+    (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000004/model.safetensors").write_bytes(bytes(1000))
+    check_resources(config, 500)
+    number = check_memory(config.model, 500, config.data.objective, 0, 0)
+    wanted = 4 * 3 * number * count_kept(config.train)  # weights and two moments
+    assert asked == [wanted, wanted - 1000]
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [(0, None), (1, 1), (600, 600), (1023, 1023), (1024, None), (5000, None)]
+)
+def test_a_sample_smaller_than_the_vocabulary_is_drawn_and_no_other(
+    size: int, wanted: int | None, prepared: Path
+) -> None:
+    options = [f"train.sampled_softmax={size}"]
+    config = load_config(Config, str(prepared / "config.yaml"), options)
+    chances = build_model(config, torch.arange(1024)).sample_chances
+    assert (chances is None) == (wanted is None)
+    assert chances is None or chances.sum().item() == pytest.approx(wanted)
 
 
 def test_a_store_of_other_settings_is_told(prepared: Path, tmp_path: Path, capsys) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import (
     NO_DROPOUT,
     ROOT,
@@ -32,13 +33,16 @@ from data_pipeline.build.prepare import prepare
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import PairsConfig
 from data_pipeline.config_file import load_config
+from data_pipeline.sampling import batch_source, token_store
 from data_pipeline.sampling.batch_source import BatchSource
 from pretrain import agreement
 from pretrain.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from pretrain.config import Config, ModelConfig
 from pretrain.models.attention import attend_padded
 from pretrain.models.bert import PretrainingModel
+from pretrain.objectives import objectives_of
 from pretrain.tracking import read_metrics
+from pretrain.train import count_labels
 
 # ------------------------------------------------------------------------------ one gradient
 
@@ -76,6 +80,13 @@ def test_two_and_four_processes_draw_what_one_would(prepared: Path, tmp_path: Pa
             assert one.keys() == other.keys()
             assert all(abs(one[k] - other[k]) < 1e-5 * max(1, abs(one[k])) for k in one)
     assert "4 x cpu" in done.stdout
+
+
+def test_a_step_without_labels_is_divided_by_one(store) -> None:
+    batch = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).batch(0, 2)
+    batch.masked_labels, batch.pairs = batch.masked_labels[:0], 0
+    counts = count_labels(objectives_of("nsp"), [batch, batch], Accelerator(cpu=True))
+    assert counts.tolist() == [1, 1]
 
 
 def test_a_run_learns(prepared: Path, tmp_path: Path) -> None:
@@ -233,6 +244,29 @@ def test_a_run_that_goes_on_between_two_lines_of_its_log_counts_the_steps_before
     shutil.rmtree(tmp_path / "b/checkpoints/step-00000012")
     train_here(prepared, tmp_path / "b", *options)
     assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_run_that_goes_on_draws_none_of_the_pairs_that_it_has_passed(
+    prepared: Path, store, tmp_path: Path, monkeypatch
+) -> None:
+    """But those of the first epoch part, of which it looks for the longest sequence."""
+    one_segment = "data.objective=none"  # which parts of any size can give
+    drawn, draw_part = [], BatchSource.draw_part
+
+    def note(source: BatchSource, number: int):
+        if len(source.store) == len(store):  # of the training split
+            drawn.append(number)
+        return draw_part(source, number)
+
+    monkeypatch.setattr(token_store, "PART_TOKENS", len(store) // 40)
+    monkeypatch.setattr(batch_source, "BLOCK_TOKENS", 1)
+    monkeypatch.setattr(BatchSource, "draw_part", note)
+    train_here(prepared, tmp_path, one_segment)
+    assert drawn[:3] == [0, 1, 2]
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    drawn.clear()
+    train_here(prepared, tmp_path, one_segment)
+    assert drawn == [0, 2]
 
 
 def test_a_finished_run_only_exports_again(prepared: Path, straight: Path, tmp_path: Path) -> None:

@@ -282,6 +282,8 @@ def test_random_weights_differ_by_seed_and_are_not_those_of_the_export(exported,
     assert torch.equal(encoders[0], encoders[1])
     assert not torch.equal(encoders[0], encoders[2]) and not torch.equal(encoders[2], encoders[3])
     assert torch.equal(heads[0], heads[2]) and not torch.equal(heads[0], heads[1])
+    again = build_network(exported, True, task, "cls", None, 1)
+    assert torch.equal(again.encoder.encoder.layer[0].attention.self.query.weight, encoders[3])
 
 
 def test_dropout_of_the_config_can_be_replaced(exported, tasks) -> None:
@@ -424,6 +426,30 @@ def test_the_weights_of_the_best_epoch_predict_and_the_rate_rises_and_falls() ->
     np.testing.assert_allclose(steps, 0.1 * np.array(shares), rtol=1e-3)
 
 
+class Still(OneWeight):
+    """Has weights beside it that no gradient moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.ones(2, 2))
+        self.vector = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, batch) -> torch.Tensor:
+        return super().forward(batch) + 0 * (self.matrix.sum() + self.vector.sum())
+
+
+def test_matrices_decay_with_the_rate_and_vectors_do_not() -> None:
+    units = [finetune.Unit(i, [([5], [0])], 0) for i in range(10)]
+    split = Split([Example("", ["x"], 0)] * 10, units)
+    network, task = Still(), Scripted([{"accuracy": 0.5}])
+    recipe = Recipe(0.1, 1, 1, 2, 0.0, "accuracy", False)
+    train(network, task, recipe, 0, units, split, None, lambda count: None)
+    rates = [0.1 * share for share in (1, 4 / 5, 3 / 5, 2 / 5, 1 / 5)]
+    wanted = torch.full((2, 2), math.prod(1 - 0.01 * rate for rate in rates))
+    torch.testing.assert_close(network.matrix.detach(), wanted)
+    assert torch.equal(network.vector.detach(), torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("patience", "epochs", "best"), [(1, 2, 0), (2, 5, 2), (3, 6, 2), (4, 6, 2)]
 )
@@ -478,6 +504,26 @@ def test_every_seed_trains_network_and_bag_of_words_on_examples_of_its_own(
     assert words == [[train[i].texts for i in chosen] for chosen in seen]
 
 
+def test_a_question_without_an_answer_in_its_passage_is_not_trained_on(
+    exported, tasks, tmp_path, monkeypatch
+) -> None:
+    shutil.copytree(tasks / "qa", tmp_path / "qa")
+    path = tmp_path / "qa/train.json"
+    found = json.loads(path.read_text())
+    questions = found["data"][0]["paragraphs"]
+    questions[0]["qas"][0]["answers"] = [{"text": "nowhere", "answer_start": 0}]
+    path.write_text(json.dumps(found))
+    seen = []
+
+    def note(network, task, recipe, seed, units, dev, test, advance) -> Run:
+        seen.extend(unit.example for unit in units)
+        return Run([dict.fromkeys(task.metrics, 1.0)], 0, [""] * len(test.examples))
+
+    monkeypatch.setattr(finetune, "finetune", note)
+    run(monkeypatch, exported, "qa", tmp_path, tmp_path / "out")
+    assert sorted(seen) == list(range(1, len(questions)))
+
+
 def test_a_frozen_head_sees_standardized_states_and_shrinks_with_its_penalty(
     exported, tasks, tmp_path, monkeypatch
 ) -> None:
@@ -519,6 +565,19 @@ def test_each_word_counts_as_much_whatever_batch_it_is_in(exported, tasks) -> No
         finetune_train.fit_head(network, task, batches, split, None, 0.1)
         weights.append(network.head.weight.detach())
     torch.testing.assert_close(*weights, atol=1e-3, rtol=0)
+
+
+def test_a_frozen_encoder_has_no_dropout_even_if_its_weights_are_random(exported, tasks) -> None:
+    examples = read_examples(tasks / FILES["classification"].format("dev"), "classification", {})
+    task = TASKS["classification"](examples)
+    units = task.encode(examples, AutoTokenizer.from_pretrained(exported), 64)
+    found = []
+    for dropout in (0.0, 0.5):
+        network = build_network(exported, True, task, "mean", dropout, 0)
+        batches = sorted_batches(units, 64, torch.device("cpu"))
+        finetune_train.keep_states(network, batches, False, int)
+        found.append(batches[0].states)
+    assert torch.equal(*found)
 
 
 def test_padding_is_in_no_mean_of_frozen_states() -> None:

@@ -24,7 +24,7 @@ from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.config_file import load_config
 from data_pipeline.report import audit
 from data_pipeline.report import page as report
-from data_pipeline.report.checks import check_results
+from data_pipeline.report.checks import check_held_out, check_results
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.pairs import PAIR
 
@@ -106,6 +106,55 @@ def test_the_rule_of_google_fails_what_ours_holds_and_stands_beside_it(store, re
     random_share, told, less_masked = of(result)
     assert abs(random_share - 0.5) < 0.001 and told < 0.53 and less_masked < 0.03
     assert google["epoch"]["edges_inside_words"] > 0 == result["epoch"]["edges_inside_words"]
+
+
+LIMITS = {  # check -> its figure, a value that just holds and one that just does not
+    "Random pairs of the epoch": ("epoch random", 501, 502),
+    "Random B's from A's own document": ("pairs random_same_document", 0, 1),
+    "IsNext B's that do not come after A": ("pairs next_elsewhere", 0, 1),
+    "Labels predicted from the lengths of A and B": ("pairs by_lengths balanced", 0.511, 0.512),
+    "Labels predicted from the total length": ("pairs by_total balanced", 0.511, 0.512),
+    "Tokens in a sequence of the epoch": ("coverage covered", 0.995, 0.994),
+    "Tokens in more than one sequence": ("coverage again", 0, 1),
+    "Masked tokens": ("masks masked", 0.1479, 0.1477),
+    "Most masked tokens in a sequence": ("masks most_in_a_sequence", 5, 6),
+    "Words masked in part": ("masks partly_masked_words", 0, 1),
+    "Masked words of 6 pieces or more": ("masks by_pieces 6 masked", 0.1449, 0.1447),
+    "In a masked place: [MASK]": ("masks replaced mask", 0.8029, 0.8032),
+    "In a masked place: a random piece": ("masks replaced random", 0.1029, 0.1032),
+    "In a masked place: the token itself": ("masks replaced kept", 0.1029, 0.1032),
+    "Special pieces among the random ones": ("masks special_pieces", 0, 1),
+    "Tokens changed but not predicted": ("masks changed_unmasked", 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_check_fails_where_its_figure_passes_its_limit(name: str) -> None:
+    """With a million pairs and a hundred million words, whose standard errors are small."""
+    figure, holds, fails = LIMITS[name]
+    data = PairsConfig(max_predictions_per_seq=5 if name.startswith("Most") else None)
+    for value, failed in ((holds, set()), (fails, {name})):
+        rows = {k: {"pieces": k, "words": 10**8, "masked": 0.15} for k in (1, audit.LONG)}
+        pairs = dict.fromkeys(("random_same_document", "next_elsewhere"), 0) | {"tested": 10**6}
+        pairs |= {"by_lengths": {"balanced": 0.5}, "by_total": {"balanced": 0.5}}
+        masks = dict.fromkeys(("partly_masked_words", "special_pieces", "changed_unmasked"), 0)
+        masks |= {"masked": 0.15, "words_masked": 10**8, "most_in_a_sequence": 0}
+        masks |= {"replaced": {"mask": 0.8, "random": 0.1, "kept": 0.1}, "drawn_same": 0.0}
+        found = {"settings": vars(data), "epoch": {"pairs": 1000, "random": 500}, "pairs": pairs}
+        found |= {"coverage": {"covered": 1.0, "again": 0}, "masks": masks | {"by_pieces": rows}}
+        *path, last = (int(key) if key.isdigit() else key for key in figure.split())
+        place = found
+        for key in path:
+            place = place[key]
+        place[last] = value
+        found["masks"]["by_pieces"] = list(rows.values())
+        assert failing(check_results(found)) == failed
+
+
+def test_the_least_that_may_be_held_out_is_enough() -> None:
+    for documents, tokens, wanted in ((50, 20_000, set()), (49, 19_999, {"documents", "tokens"})):
+        checks = check_held_out({"held_out": {"documents": documents, "tokens": tokens}})
+        assert failing(checks) == {f"Held-out {what}" for what in wanted}
 
 
 SHAPES = {
@@ -393,6 +442,15 @@ def test_what_is_unusual_comes_first(result) -> None:
         )
 
     assert not warned()
+    assert not warned(1000, 0.1, 0.01, 0.001, sentences=1500)  # the limits themselves
+    for beyond in (
+        {"documents": 999},
+        {"share": 0.101},
+        {"unknown": 0.0101},
+        {"lost": 0.0011},
+        {"documents": 1000, "sentences": 1499},
+    ):
+        assert len(warned(**beyond)) == 1
     for unusual in (
         {"documents": 300},
         {"share": 0.4},

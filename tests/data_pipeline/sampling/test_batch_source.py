@@ -75,6 +75,13 @@ def test_a_step_of_another_batch_size_is_not_the_one_that_was_kept(store) -> Non
         assert rows(*found) == rows_at(source, size, 8)
 
 
+def test_a_step_of_another_number_of_ranks_is_not_the_one_that_was_kept(store) -> None:
+    source = BatchSource(store, DATA, SEED)
+    for world_size in (1, 2):
+        found = source.step(1, 8, 8, 0, world_size)
+        assert rows(*found) == rows_at(source, 8, 8 // world_size)
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_shares_of_all_ranks_are_the_step(source, world_size, micro_batch_size) -> None:
@@ -105,6 +112,11 @@ def test_any_batch_is_divided_evenly_among_processes_and_passes(size, most, worl
         most * world_size < size and -(-size // world_size) > passes * most
     )
     assert passes == 1 or -(-size // world_size) > most * (passes - 1)  # one less would not do
+
+
+def test_no_pass_of_a_rank_is_empty_where_another_rank_has_a_sequence_more() -> None:
+    """Three and two sequences, one at a time: two passes of two, one, one and one."""
+    assert count_passes(5, 1, 2) == 2 == largest_pass(5, 1, 2)
 
 
 @pytest.mark.parametrize("world_size", [3, 5, 7])

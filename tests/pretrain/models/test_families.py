@@ -273,6 +273,17 @@ def test_a_divided_step_has_the_sums_of_the_whole(electra, store) -> None:
     torch.testing.assert_close(parts, electra(batch), rtol=1e-5, atol=1e-4)
 
 
+def test_gradient_checkpointing_holds_for_the_generator_too(electra, store) -> None:
+    """Its layers are computed again for the backward pass."""
+    calls = []
+    electra.generator.layers[0].up.register_forward_hook(lambda *_: calls.append(None))
+    for is_asked, wanted in ((False, 1), (True, 2)):
+        electra.gradient_checkpointing = is_asked
+        calls.clear()
+        mean_losses(electra, batch_of(store, "none")).backward()
+        assert len(calls) == wanted
+
+
 def test_the_curve_of_an_evaluation_is_that_of_all_pairs_of_tokens(electra, filled) -> None:
     """How often a replaced token scores above an original one, by comparing each with each."""
     batch, corrupted, is_replaced = filled
