@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.common.errors import UserError
-from data_pipeline.common.folders import hash_file
+from data_pipeline.common.folders import hash_file, remove_entry
 from data_pipeline.common.reading import COUNT, SHA256, check_regular, read_json
 from data_pipeline.common.system import start_thread
 from pretrain.sharding import shard_like, unshard
@@ -122,13 +122,16 @@ def write_checkpoint(
             sync(path)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        is_limit = "File too large" in str(error)  # of safetensors, without a number
+        advice = "raise the limit on the size of a file (ulimit -f), or " if is_limit else ""
+        kept = "; earlier checkpoints are kept" if list_checkpoints(folder) else ""
         raise UserError(
-            f"no checkpoint at {final}: {error} ({wanted / 1e6:,.0f} MB needed, {free / 1e6:,.0f} "
-            "MB free); free space and run the same command again; earlier checkpoints are kept"
+            f"no checkpoint at {final}: {error} ({wanted / 1e6:,.1f} MB needed, {free / 1e6:,.1f} "
+            f"MB free); {advice}free space and run the same command again{kept}"
         ) from None
     before = final.with_name(final.name + ".old")  # of the same step, if its evaluation was due
     if final.exists():
-        shutil.rmtree(before, ignore_errors=True)
+        remove_entry(before)
         final.rename(before)
     temporary.rename(final)
     sync(folder)
@@ -289,7 +292,7 @@ def resume_checkpoint(folder: Path) -> Path | None:
         shutil.rmtree(path, ignore_errors=True)
     for checkpoint, fault in faults.items():
         aside = checkpoint.with_name(checkpoint.name + ".corrupt")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_entry(aside)
         checkpoint.rename(aside)
         print(f"warning: {checkpoint} is damaged ({fault}); set aside as {aside.name}")
     return found

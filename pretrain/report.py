@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from data_pipeline.common.errors import check, run_command
-from data_pipeline.common.folders import write_file
+from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.common.pages import Line, draw_chart, format_short, render_template
 from data_pipeline.sampling.vocabulary import read_vocabulary
 from pretrain.checkpoint import list_checkpoints, step_of
@@ -417,6 +417,7 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or args.run_dirs[0] / PAGES[len(args.run_dirs) > 1]
     check(not out.is_dir(), f"--out {out} is a folder; name a file in it")
+    check_writable(out)
     write_report(args.run_dirs, out)
     print(f"report: {out}")
 

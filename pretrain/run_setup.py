@@ -146,7 +146,7 @@ def set_up(config: Config) -> Run:
         write_file(run_dir / "config.yaml", settings_file)
         keep_in_run(run_dir, Path(config.data_dir) / "vocab", fingerprint)
         describe_start(config, bare, phases, sources, state["step"], accelerator)
-    start_watch(run_dir, accelerator, settings.timeout_s)
+    start_watch(run_dir, accelerator, settings.timeout_s, state["step"])
     return Run(
         config, phases, accelerator, store, sources, held_out, probes, bare, model, compiled,
         optimizers, state, lock,

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -62,8 +63,17 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float], **others) -> None:
         """Record metrics after `step` finished steps, and `others`, such as `fillings`."""
-        self.file.write(to_json({"step": step} | metrics | others) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(to_json({"step": step} | metrics | others) + "\n")
+            self.file.flush()
+        except OSError as error:
+            with suppress(OSError):  # or the rest of the line would be tried again at the end
+                self.file.close()
+            raise UserError(
+                f"{self.path} cannot be written at step {step:,}: {error.strerror}; once it can, "
+                "such as after freeing space, run the same command again, which goes on from the "
+                "newest checkpoint"
+            ) from None
 
     def close(self) -> None:
         """Close the record, and give wandb `PATIENCE` seconds to take the rest of it."""

@@ -34,14 +34,14 @@ class Watch(Thread):
     timeout_s: seconds after which a collective call fails.
     """
 
-    def __init__(self, folder: Path, rank: int, ranks: int, timeout_s: float):
+    def __init__(self, folder: Path, rank: int, ranks: int, timeout_s: float, step: int = 0):
         super().__init__(daemon=True)
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.patience = max(timeout_s - MARGIN, timeout_s / 2)
         self.is_over = Event()
-        self.state = {"host": socket.gethostname(), "pid": os.getpid(), "step": 0, "at": ""}
+        self.state = {"host": socket.gethostname(), "pid": os.getpid(), "at": ""}
         self.state["beats"] = 0
-        self.mark(0)
+        self.mark(step)
         folder.mkdir(exist_ok=True)
         self.beat()
 
@@ -146,12 +146,12 @@ def explain_loss(ranks: dict[int, dict], silent: set[int], folder: Path) -> str:
     )
 
 
-def start_watch(run_dir: Path, accelerator: Accelerator, timeout_s: float) -> None:
-    """Watch this rank and the others from here on, if there are others."""
+def start_watch(run_dir: Path, accelerator: Accelerator, timeout_s: float, step: int) -> None:
+    """Watch this rank and the others from a step on, if there are others."""
     global watch
     if accelerator.num_processes > 1:
         numbers = accelerator.process_index, accelerator.num_processes
-        watch = Watch(run_dir / "ranks", *numbers, timeout_s)
+        watch = Watch(run_dir / "ranks", *numbers, timeout_s, step)
         watch.start()
 
 

@@ -121,6 +121,7 @@ def main() -> None:
         f"{name} is a table; write its texts to a file, one on each line, such as by cut -f 1",
     )
     try:
+        check(args.texts or sys.stdin, "stdin is closed; name a file with a text a line")
         data = args.texts.read_bytes() if args.texts else sys.stdin.buffer.read()
         texts = data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
     except FileNotFoundError:
@@ -134,7 +135,7 @@ def main() -> None:
         f"--center: {name} has one text, which is its own mean; give more, or leave it out",
     )
     check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
-    check_writable(args.out)
+    check_writable(args.out, [args.model, *([args.texts] if args.texts else [])])
     vectors = embed(args.model, texts, args.pool, args.center)
     np.save(file := BytesIO(), vectors)
     write_file(args.out, file.getbuffer())

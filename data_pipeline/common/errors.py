@@ -57,6 +57,8 @@ def run_command(main: Callable[[], None]) -> None:
         if not error.errno:
             raise
         message = explain(error)
+    except MemoryError:
+        message = "out of memory: give the command more of it (ulimit -v), or less to do at once"
     else:
         return
     print("error: " + " ".join(message.split()), file=sys.stderr)
@@ -66,9 +68,11 @@ def run_command(main: Callable[[], None]) -> None:
 def explain(error: OSError) -> str:
     """Say what an error of the operating system means for the user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        is_limit = error.errno == errno.EFBIG
         return (
-            f"no space left for {error.filename or 'the output'}: free some and run the same "
-            "command again; finished work is kept"
+            f"no space left for {error.filename or 'the output'}: "
+            + ("raise the limit on the size of a file (ulimit -f)" if is_limit else "free some")
+            + " and run the same command again; finished work is kept"
         )
     return f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
 

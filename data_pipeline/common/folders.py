@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,6 +37,13 @@ def claim_folder(
     marker = folder / MARKER
     if marker.exists():
         return
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(
+            f"{key} {folder} is a link to {os.readlink(folder)}, which does not exist; make it, "
+            f"remove the link, or choose another {key}"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{key} {folder} is a file; choose another {key}, or move the file away")
     found = [name for name in names if (folder / name).exists()]
     if found and not is_ours(folder):
         raise UserError(
@@ -63,9 +71,13 @@ def install_files(source: Path, target: Path, names: Iterable[str] | None = None
 def write_file(path: Path, data: bytes, lasting: bool = False, shared: bool = False) -> None:
     """Write a file atomically: readers find the old content or the new one.
 
+    A link stays, and what it leads to is written.
+
     lasting: survives a power failure, for which the write waits for the disk. shared: several
     commands may write it at the same time, and the last to finish wins.
+    Raises `UserError` for a folder, a pipe or a device, which it would replace.
     """
+    path = find_target(path)
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp" if shared else f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -74,19 +86,36 @@ def write_file(path: Path, data: bytes, lasting: bool = False, shared: bool = Fa
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:  # such as a full disk, which needs the space
+    except OSError as error:  # such as a full disk, which needs the space
         with suppress(OSError):
             temporary.unlink()
+        error.filename, error.filename2 = str(path), None
         raise
 
 
-def check_writable(path: Path) -> None:
+def find_target(path: Path) -> Path:
+    """Follow the links of a path to write to; raises `UserError` if a folder, a pipe or a device is
+    there, or if it is the output of this command, such as /dev/stdout."""
+    target = Path(os.path.realpath(path))
+    names = (f"{path.absolute()}", f"{target}")
+    is_special = any(re.match("/(dev/(?!shm/)|proc/)", name) for name in names)
+    if target.is_dir():
+        raise UserError(f"{path} is a folder; name a file, or move it away")
+    if is_special or (target.exists() and not target.is_file()):
+        raise UserError(f"{path} is not a regular file but a pipe or a device; name a file")
+    return target
+
+
+def check_writable(path: Path, inputs: Iterable[Path] = ()) -> None:
     """Make the folder of a file that long work will write, and check that it can be written there.
 
-    Raises `OSError`, or `UserError` for a device, which `write_file` would replace.
+    inputs: files and folders that the work reads.
+    Raises `OSError`, or `UserError` if it is no file, or one of the inputs.
     """
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a regular file; choose another path")
+    target = find_target(path)
+    for read in map(Path, map(os.path.realpath, inputs)):
+        if target.exists() and (target == read or read in target.parents):
+            raise UserError(f"{path} is read by this command, which would replace it; name another")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(probe := path.with_name(f"{path.name}.probe"), b"")
     probe.unlink()

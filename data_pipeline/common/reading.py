@@ -50,7 +50,7 @@ def read_file(path: Path) -> bytes:
             "the right file"
         )
     with open(path, "rb") as file:
-        return file.read(MOST_BYTES)
+        return file.read(size)
 
 
 def read_utf8(path: Path, advice: str) -> str:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from helpers import ROOT, assert_same_run, metrics, run, train_here
 
+from data_pipeline.common.errors import UserError
 from pretrain import tracking
 from pretrain.tracking import Tracker, read_metrics
 
@@ -199,3 +200,13 @@ def test_a_last_line_without_its_line_break_is_kept_and_a_part_of_one_is_not(
         tracker.close()
         assert [line["step"] for line in read_metrics(record)] == steps
         assert not (tmp_path / "metrics.jsonl.damaged").exists()
+
+
+def test_a_disk_that_fills_while_a_line_is_logged_names_the_record_and_what_to_do(tmp_path):
+    tracker = Tracker(tmp_path, 0, reports=False)
+    tracker.file.close()
+    tracker.file = open("/dev/full", "a")
+    said = r"metrics\.jsonl cannot be written at step 7: No space .* from the newest checkpoint"
+    with pytest.raises(UserError, match=said):
+        tracker.log(7, {"train/mlm_loss": 1.0})
+    assert tracker.file.closed

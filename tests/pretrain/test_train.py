@@ -229,6 +229,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+    (tmp_path / "checkpoints/step-00000012.corrupt").touch()  # of a checkpoint that was a file
     train_here(prepared, tmp_path)
     assert "step-00000012.corrupt" in capsys.readouterr().out
     assert_same_run(tmp_path, straight)

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, assert_same_run, command, fork, run
 
 from pretrain.checkpoint import list_checkpoints
-from pretrain.watch import explain_loss
+from pretrain.watch import end_watch, explain_loss, start_watch
 
 FAULT = """
 import os, runpy, signal, time
@@ -134,6 +135,16 @@ def test_the_rank_at_fault_is_named_once(
     elif fault == STOP:
         assert stacks.keys() == {"rank-00000"} and "train.py" in stacks["rank-00000"]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+
+
+def test_a_rank_that_dies_before_its_first_step_was_last_seen_in_the_one_that_it_resumed_at(
+    tmp_path: Path,
+) -> None:
+    start_watch(tmp_path, SimpleNamespace(process_index=0, num_processes=2), 1000, 110)
+    try:
+        assert json.loads((tmp_path / "ranks/rank-00000").read_text())["step"] == 110
+    finally:
+        end_watch()
 
 
 def state(step: int, at: str = "") -> dict:

@@ -186,6 +186,22 @@ def test_a_folder_without_a_tokenizer_gives_no_vectors(straight, tmp_path) -> No
         embed.embed(folder, TEXTS[:3], "mean")
 
 
+def test_an_output_that_is_an_input_is_refused_before_any_work(straight, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("a text\n")
+    done = run("--model", straight / "export", "--out", tmp_path / "a.txt", tmp_path / "a.txt")
+    assert done.returncode == 2 and b"a.txt is read by this command" in done.stderr
+    assert (tmp_path / "a.txt").read_text() == "a text\n"
+
+
+def test_a_closed_input_is_named(straight, tmp_path) -> None:
+    words = [sys.executable, "scripts/embed.py", "--model", straight, "--out", tmp_path / "a.npy"]
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh", *map(str, words)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(closed, cwd=ROOT, env=env, capture_output=True, text=True)
+    said = "error: stdin is closed; name a file with a text a line\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_a_folder_as_out_is_refused_before_any_work(straight, tmp_path) -> None:
     done = run("--model", straight / "export", "--out", tmp_path, input=b"a\n")
     assert done.returncode == 2 and b"is a folder; name a file in it" in done.stderr

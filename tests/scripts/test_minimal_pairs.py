@@ -175,6 +175,14 @@ def test_a_limit_below_1_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "error: --limit 0: wanted 1 or more\n")
 
 
+def test_an_output_that_is_an_input_is_refused_before_any_work(tmp_path: Path) -> None:
+    data = write_tsv(tmp_path / "a.tsv")
+    before = data.read_bytes()
+    done = run("--model", tmp_path, "--data", data, "--out", data)
+    assert done.returncode == 2 and "a.tsv is read by this command" in done.stderr
+    assert data.read_bytes() == before
+
+
 def test_a_folder_as_out_is_refused_before_any_work(tmp_path: Path) -> None:
     done = run("--model", "nowhere", "--data", "nowhere", "--out", tmp_path)
     said = f"error: --out {tmp_path} is a folder; name a file in it\n"

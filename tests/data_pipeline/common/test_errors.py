@@ -1,5 +1,8 @@
 """What ends a command is told in a line."""
 
+import errno
+import re
+
 import pytest
 
 from data_pipeline.common.errors import UserError, check, run_command
@@ -22,3 +25,21 @@ def test_what_holds_is_no_error() -> None:
     check(True, "no error")
     with pytest.raises(UserError, match="^an error$"):
         check(False, "an error")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "error: out of memory: give the command more"),
+        (OSError(errno.ENOSPC, "full", "a"), "error: no space left for a: free some and run"),
+        (OSError(errno.EFBIG, "large", "a"), "error: no space left for a: raise the limit on the size"),
+    ],
+)
+def test_what_is_lacking_is_said_in_a_line(error: Exception, said: str, capsys) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(fail)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and re.match(said, line)

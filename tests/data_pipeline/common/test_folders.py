@@ -4,12 +4,14 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.folders import (
     check_writable,
+    claim_folder,
     lock_folder,
     remove_entries,
     size_of,
@@ -39,6 +41,55 @@ def test_what_long_work_cannot_write_is_known_before_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(OSError):
         check_writable(tmp_path / "file/a")
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    write_file(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("pipe")
+    names = ("pipe", "link", "/dev/null", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "folder")
+    kinds = [(tmp_path / name).lstat().st_mode for name in names]
+    for name in names:
+        for write in (check_writable, lambda path: write_file(path, b"")):
+            with pytest.raises(UserError, match=f"{name} is (not a regular file|a folder)"):
+                write(tmp_path / name)
+    assert [(tmp_path / name).lstat().st_mode for name in names] == kinds
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no folder in memory")
+def test_files_in_memory_are_files() -> None:
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        check_writable(Path(folder, "a"))
+        write_file(Path(folder, "a"), b"x")
+        assert Path(folder, "a").read_bytes() == b"x"
+
+
+def test_what_a_command_reads_is_not_its_output(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("text", "model/weights"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "link").symlink_to("text")
+    inputs = [tmp_path / "text", tmp_path / "model"]
+    for name in ("text", "link", "model/weights"):
+        with pytest.raises(UserError, match=f"{name} is read by this command, which would replace"):
+            check_writable(tmp_path / name, inputs)
+    check_writable(tmp_path / "model/new", inputs)
+
+
+def test_a_folder_that_is_a_file_or_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="run_dir .*/file is a file; choose another run_dir"):
+        claim_folder(tmp_path / "file", (), "run_dir", bool)
+    with pytest.raises(UserError, match="run_dir .*/link is a link to .*/gone, which does not"):
+        claim_folder(tmp_path / "link", (), "run_dir", bool)
 
 
 def test_an_array_shares_its_lock_on_a_file_system_that_locks_bytes(
