@@ -71,9 +71,9 @@ SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chine
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
 LANGUAGE_SAMPLE = 1 << 16  # characters of each source by which Chinese is recognised
 # Of the files in `work`: 1 and 2 divided the text among the tasks in another way, 3 kept no
-# checksums, 4 had words of other tokenizers as text, 5 to 7 and 10 other rules of where a sentence
-# ends, 8, 9 and 11 of which copy is kept.
-WORK_VERSION = 12
+# checksums, 4 had words of other tokenizers as text, 5 to 7, 10 and 12 other rules of where a
+# sentence ends, 8, 9 and 11 of which copy is kept.
+WORK_VERSION = 13
 is_work = re.compile(r"[0-9a-f]{16}-").match  # names in `work` begin with a hash of the settings
 Plan = list[tuple[Path, Task]]  # the tasks of a stage, each with the folder that it writes
 

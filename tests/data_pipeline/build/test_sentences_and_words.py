@@ -97,6 +97,34 @@ def test_a_wide_full_stop_ends_a_sentence_whatever_comes_after_it(stop: str, aft
 
 
 @pytest.mark.parametrize(
+    ("language", "sentences"),
+    [
+        ("ja", ["彼は『来た。", "見た。", "勝った。』", "と言った。", "彼は帰った。"]),
+        ("zh", ["主說：『你們當記念。", "當守。』", "他們就去了。"]),
+        ("zh", ["〈天來了。〉", "【他走了！】", "好。"]),
+        ("zh", ["他说：“好。他来了。”", "她走了。"]),
+    ],
+)
+def test_no_sentence_begins_with_the_closing_mark_of_the_one_before(
+    language: str, sentences: list[str]
+):
+    assert sentence_splitter(language)("".join(sentences)) == sentences
+
+
+@pytest.mark.parametrize(
+    ("language", "unit"), [("my", "မြန်မာစာ။"), ("ja", "これは!"), ("zh", "好的?"), ("en", "word ")]
+)
+def test_a_line_without_a_known_stop_is_given_in_parts(language: str, unit: str, monkeypatch):
+    given, segment = [], sentencex.segment
+    monkeypatch.setattr(
+        sentencex, "segment", lambda language, text: given.append(text) or segment(language, text)
+    )
+    text = unit * 10_000
+    assert "".join(sentence_splitter(language)(text)) == text
+    assert max(map(len, given)) <= 5 * LONG
+
+
+@pytest.mark.parametrize(
     ("language", "sentence"),
     [
         ("zh", "第{}天他们去了山上看花，然后回家。"),

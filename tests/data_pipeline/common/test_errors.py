@@ -32,7 +32,10 @@ def test_what_holds_is_no_error() -> None:
     [
         (MemoryError(), "error: out of memory: give the command more"),
         (OSError(errno.ENOSPC, "full", "a"), "error: no space left for a: free some and run"),
-        (OSError(errno.EFBIG, "large", "a"), "error: no space left for a: raise the limit on the size"),
+        (
+            OSError(errno.EFBIG, "large", "a"),
+            "error: no space left for a: raise the limit on the size",
+        ),
     ],
 )
 def test_what_is_lacking_is_said_in_a_line(error: Exception, said: str, capsys) -> None:
