@@ -31,6 +31,8 @@ def main() -> None:
     array_task = read_array_task(args.task_index, args.num_tasks)
     if (array_task is not None) + args.finish + args.verify > 1:
         raise UserError("--task-index, --finish and --verify exclude each other; give one")
+    if args.workers is not None and args.workers < 1:
+        raise UserError(f"--workers {args.workers}: wanted 1 or more")
     from data_pipeline.config import DataConfig  # slow: a signal may come meanwhile
     from data_pipeline.config_file import load_config
 

@@ -52,6 +52,7 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
         raise UserError(f"{name_origins(path, overrides, error)}, {name_key(error)}") from None
     check_texts(asdict(config), path)
     try:
+        check_lists(config)
         config.validate()
     except UserError as error:
         raise UserError(f"{name_origins(path, overrides, error)}: {error}") from None
@@ -62,7 +63,8 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
 
 def name_key(error: Exception) -> str:
     """Say in one line which value of a config is wrong, and why."""
-    return f"key {getattr(error, 'full_key', None) or '?'}: {str(error).splitlines()[0]}"
+    key, said = getattr(error, "full_key", None), str(error).splitlines()[0]
+    return f"key {key}: {said}" if key else said
 
 
 def name_origins(path: str, overrides: list[str], error: Exception) -> str:
@@ -148,6 +150,17 @@ def check_texts(value: Any, name: str) -> None:
     elif isinstance(value, str):
         wrong = "\0" in value or any("\ud800" <= c <= "\udfff" for c in value)
         check(not wrong, f"{name}: {value[:60]!r} has a NUL or an unpaired surrogate; remove it")
+
+
+def check_lists(section: Any, prefix: str = "") -> None:
+    """Raise `UserError` if a list of texts in a config holds something else."""
+    for item in fields(section):
+        value, name = getattr(section, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            check_lists(value, f"{name}.")
+        elif item.type == list[str]:
+            wrong = [one for one in value if not isinstance(one, str)]
+            check(not wrong, f"{name}: {wrong[:1]} is not a text; give a list of texts")
 
 
 def check_keys(schema: type, given: DictConfig, origin: str, prefix: str = "") -> None:

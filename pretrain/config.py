@@ -362,7 +362,7 @@ class Config(DataConfig):
         """
         asked, start = (given.get("model") or {}).get("architecture"), given.get("init_from")
         found = {}
-        if start and (folder := Path(start).expanduser()).is_dir():
+        if start and (folder := Path(str(start)).expanduser()).is_dir():
             there = (folder / "config.json").exists()
             check(there, f"init_from {folder} has no config.json; put the one of its weights there")
             found = read_hf_config(read_settings(folder), folder / "config.json")

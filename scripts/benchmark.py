@@ -29,7 +29,7 @@ import bench_model
 import torch
 from bench_figures import ROOT
 
-from data_pipeline.common.errors import run_command
+from data_pipeline.common.errors import check, run_command
 from data_pipeline.config import DataConfig
 from data_pipeline.config_file import load_config
 from data_pipeline.corpus.readers import Rejects, read_documents
@@ -50,6 +50,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of learn, on one core")
     parser.add_argument("--rules", help="golden rules: LANGUAGE.json, of {text, sentences} each")
     args = parser.parse_args()
+    for name in ("runs", "threads"):
+        check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}: wanted 1 or more")
+    check(
+        args.device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU; use cpu"
+    )
     if args.what == "sentences":
         return bench_data.measure_sentences(Path(args.rules or "."))
     config = load_config(DataConfig, args.config)

@@ -33,13 +33,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from data_pipeline.common.arguments import config_parser  # noqa: E402
-from data_pipeline.common.errors import run_command  # noqa: E402
+from data_pipeline.common.errors import check, run_command  # noqa: E402
+from data_pipeline.config_file import load_config  # noqa: E402
 from pretrain.checkpoint import (  # noqa: E402
     list_checkpoints,
     newest_checkpoint,
     read_state,
     step_of,
 )
+from pretrain.config import Config  # noqa: E402
 from pretrain.tracking import read_metrics  # noqa: E402
 
 # Where a fault may come: module:function, whose calls a run without faults counts first.
@@ -436,6 +438,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_intermixed_args()
+    check(args.each > 0, f"--each {args.each}: wanted 1 or more")
+    load_config(Config, args.config, args.overrides)  # before there is a folder
     args.out.mkdir(parents=True)
     chaos = Chaos(args.config, args.out, args.overrides, start_processes)
     results = run_chaos(chaos, args.kinds, args.each, args.seed)

@@ -5,7 +5,10 @@
 set -euo pipefail
 files=() overrides=()
 for word in "$@"; do
-    if [[ $word =~ ^[a-z0-9_.]+= && ! -e $word ]]; then overrides+=("$word"); else files+=("$(realpath -- "$word")"); fi
+    if [[ $word == -h || $word == --help ]]; then sed -n '2,4s/^# //p' "$0"; exit; fi
+    if [[ $word =~ ^[a-z0-9_.]+= && ! -e $word ]]; then overrides+=("$word"); continue; fi
+    if [[ ! -e $word && $word != *[*?[]* ]]; then echo "error: no file at $word; give files of text, or key=value" >&2; exit 2; fi
+    files+=("$(realpath -- "$word")")
 done
 EXTRAS=hf
 source "$(dirname "$0")/setup.sh"

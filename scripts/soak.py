@@ -22,9 +22,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from data_pipeline.common.arguments import config_parser  # noqa: E402
+from data_pipeline.common.errors import check, run_command  # noqa: E402
+from data_pipeline.common.folders import check_writable, write_file  # noqa: E402
 from data_pipeline.common.pages import Line, draw_chart, render_template  # noqa: E402
 
 MOST = 0.2  # MB a minute
+MINUTES = 0.1  # a shorter time shows no growth
 ENDLESS = ("train.max_steps=1000000000", "train.warmup_steps=100")
 
 
@@ -121,12 +124,16 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--page", type=Path, metavar="FILE", help="draw the samples")
     args = parser.parse_intermixed_args()
-    found, samples = soak(args.config, args.overrides, args.minutes, args.processes)
+    check(args.minutes >= MINUTES, f"--minutes {args.minutes:g}: wanted {MINUTES:g} or more")
+    check(args.processes > 0, f"--processes {args.processes}: wanted 1 or more")
     if args.page:
-        args.page.write_text(draw_page(args.config, found, samples), encoding="utf-8")
+        check_writable(args.page)
+    found, samples = soak(args.config, args.overrides, args.minutes, args.processes)
     print(json.dumps(found, indent=1))
+    if args.page:
+        write_file(args.page, draw_page(args.config, found, samples).encode())
     sys.exit(0 if all(one["mb_a_minute"] < MOST for one in found["processes"]) else 1)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

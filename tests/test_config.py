@@ -146,6 +146,10 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
 @pytest.mark.parametrize(
     "override, message",
     [
+        ("eval.probes.sentences=[[a]]", r"eval\.probes\.sentences: \[\['a'\]\] is not a text"),
+        ("corpus.plug_ins=[[]]", r"corpus\.plug_ins: \[\[\]\] is not a text; give a list"),
+        ("tracking.tags=[[1]]", r"tracking\.tags: \[\[1\]\] is not a text"),
+        ("init_from=${nope}", "^[^?]*Interpolation key 'nope' not found"),
         ("seed=-1", r"seed -1 is not in \[0, 9223372036854775808\)"),
         ("seed=9223372036854775808", "seed 9223372036854775808 is not in"),
         ("corpus.builtin=python-docs", "corpus needs exactly one of"),

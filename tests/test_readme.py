@@ -73,6 +73,18 @@ def test_quickstart_goes_from_a_file_to_a_filled_mask(prepared: Path) -> None:
     assert "held-out MLM loss" in done.stdout + done.stderr
 
 
+def test_the_quick_start_says_its_usage_and_a_missing_file_without_installing(tmp_path) -> None:
+    for name in ("quickstart.sh", "setup.sh"):
+        (tmp_path / name).write_text((ROOT / "scripts" / name).read_text())
+    for word, code, said in (
+        ("--help", 0, "bash scripts/quickstart.sh [FILE...] [key=value...]"),
+        ("gone.txt", 2, "error: no file at gone.txt; give files of text, or key=value"),
+    ):
+        done = shell(f"bash {tmp_path}/quickstart.sh {word}")
+        assert done.returncode == code and said in done.stdout + done.stderr
+        assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_readme_is_short() -> None:
     lines = README.splitlines()
     assert len(lines) <= 120

@@ -156,6 +156,11 @@ def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
     """
     tokenizer, vocabulary = load_tokenizer(folder), read_vocabulary(folder)
     mask = vocabulary.pieces[vocabulary["[MASK]"]]
+    for text in texts:
+        check(
+            not any("\ud800" <= c <= "\udfff" for c in text),
+            f"{text!r} has an unpaired surrogate, as of a byte that is not UTF-8; remove it",
+        )
     texts = [text.replace("[MASK]", mask) for text in texts]
     found = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     for ids, text in zip(found, texts, strict=True):

@@ -2,6 +2,7 @@
 signals (exit code 75). Print warnings in red."""
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -39,6 +40,9 @@ def run_command(main: Callable[[], None]) -> None:
     A `UserError` and any error of the operating system end in a line on stderr and exit code 2,
     `Stopped` in a line and exit code 75.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of any locale
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except UserError as error:

@@ -35,7 +35,7 @@ MARKS = {  # first bytes of files that users often give as text
 }
 CONTROLS = re.compile(rb"[\x01-\x08\x0e-\x1f]")  # not of blanks, line and page ends
 JIS = re.compile(rb"\x1b\$[@B]")  # where characters of two bytes begin
-SURE_ABOVE = 20  # bytes beyond ASCII that are surely UTF-8 if all are valid
+SURE_ABOVE = 20  # so many bytes that continue characters are UTF-8, and no other text by chance
 CYRILLIC, CENTRAL, BALTIC = ("cp1251", "koi8-r", "cp866"), ("cp1250", "iso-8859-2"), ("cp1257",)
 ENCODINGS = {  # legacy encodings of a language, if other than Latin-1
     **dict.fromkeys(("ru", "uk", "be", "bg", "sr", "mk", "kk", "mn", "ky", "tt"), CYRILLIC),
@@ -177,20 +177,13 @@ def is_utf8(source: SourceConfig) -> bool:
 
 
 def check_start(path: str, source: SourceConfig, block: bytes) -> None:
-    """Raise `UserError` if the first block of a file is not text, although its encoding may accept
-    it.
-
-    In many scripts UTF-16 is also valid UTF-8, as is ISO-2022-JP, and Latin-1 accepts any bytes,
-    including UTF-8.
-    """
+    """Raise `UserError` if the first block of a file is not text, although it may be valid UTF-8,
+    as UTF-16 is in many scripts, and ISO-2022-JP."""
     if block[257:262] == b"ustar":
         raise UserError(f"{path} is a tar archive; unpack it and give its files")
-    if is_utf8(source):
-        if is_mostly_controls(block) or (len(block) >= 64 and JIS.search(block)):
-            raise not_text(path, source, 0, "many bytes are NUL or other control characters", block)
-    elif is_surely_utf8(block):
-        first = next(i for i, byte in enumerate(block) if byte > 127)
-        raise not_text(path, source, first, "the text from there on is valid UTF-8", block)
+    is_odd = is_mostly_controls(block) or (len(block) >= 64 and JIS.search(block))
+    if is_odd and is_utf8(source):
+        raise not_text(path, source, 0, "many bytes are NUL or other control characters", block)
 
 
 def is_mostly_controls(block: bytes) -> bool:
@@ -200,14 +193,19 @@ def is_mostly_controls(block: bytes) -> bool:
     return len(block) >= 64 and controls > len(block) // 4
 
 
-def is_surely_utf8(block: bytes) -> bool:
-    """Tell whether a block is valid UTF-8 with many non-ASCII characters, which text in another
-    encoding is never by chance."""
+def count_utf8(block: bytes) -> int | None:
+    """Count the bytes that continue characters in a block of UTF-8; None if it is not UTF-8.
+
+    The block may begin or end inside a character.
+    """
+    if block.isascii():
+        return 0
+    begin = next((i for i, byte in enumerate(block[:4]) if not 0x80 <= byte < 0xC0), 0)
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(block)
+        text = codecs.getincrementaldecoder("utf-8")().decode(block[begin:])
     except UnicodeDecodeError:
-        return False
-    return len(block) - len(text) >= SURE_ABOVE
+        return None
+    return len(block) - begin - len(text)
 
 
 def begins_alike(half: bytes) -> bool:

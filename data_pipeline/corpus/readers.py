@@ -22,8 +22,10 @@ from data_pipeline.common.reading import find_delimiter
 from data_pipeline.config import DatasetConfig, SourceConfig, to_list
 from data_pipeline.corpus.files import (
     SLOW,
+    SURE_ABOVE,
     check_start,
     compression,
+    count_utf8,
     is_utf8,
     not_text,
     open_bytes,
@@ -76,6 +78,8 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     """Yield the text of a file chunk in blocks, decoded and cleaned (see `clean_text`)."""
     decoder = codecs.getincrementaldecoder(source.encoding)(source.errors)
     position, pending = chunk.start, ""
+    first, continuing = None, 0  # byte that is not ASCII; bytes of UTF-8 after such
+    is_known = is_utf8(source)  # or is not UTF-8
     with open_bytes(chunk.path) as file:
         if chunk.start:
             file.seek(chunk.start)
@@ -85,6 +89,14 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             block = read(file, wanted, chunk.path)
             if position == 0:
                 check_start(chunk.path, source, block)
+            if not is_known and not block.isascii():
+                if first is None:
+                    first = position + next(i for i, byte in enumerate(block) if byte > 127)
+                found = count_utf8(block)
+                is_known, continuing = found is None, continuing + (found or 0)
+                if continuing >= SURE_ABOVE and not is_known:
+                    reason = "the text from there on is valid UTF-8"
+                    raise not_text(chunk.path, source, first, reason, block)
             try:
                 text = pending + decoder.decode(block, final=not block)
             except UnicodeError as error:

@@ -1283,6 +1283,13 @@ def test_fill_mask_agrees_with_the_pipeline_of_transformers(script, exported) ->
     assert [p for _, p in found] == pytest.approx([item["score"] for item in wanted], rel=1e-4)
 
 
+def test_fill_mask_refuses_bytes_that_are_no_text(script, exported, monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_script(script, monkeypatch, exported, "a\udcff [MASK]")
+    said = "error: 'a\\udcff [MASK]' has an unpaired surrogate, as of a byte that is not UTF-8; "
+    assert capsys.readouterr().err == said + "remove it\n"
+
+
 def test_fill_mask_prints_a_line_a_mask(script, exported, monkeypatch, capsys) -> None:
     run_script(script, monkeypatch, exported, "The [MASK] is.", "A [MASK] and [MASK].")
     lines = capsys.readouterr().out.splitlines()

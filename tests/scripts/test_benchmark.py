@@ -3,6 +3,7 @@ that program's rules. Nothing here asserts a time."""
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -95,6 +96,29 @@ def test_golden_rules_of_sentences_are_counted_by_language(tmp_path) -> None:
     figures = [json.loads(line) for line in done.stdout.splitlines()]
     assert [list(figure) for figure in figures] == [KEYS] * 2
     assert [(figure["ours"], figure["unit"]) for figure in figures] == [(0, "of 1"), (1, "of 2")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["benchmark.py", "loader", "--runs", "0"], "--runs 0: wanted 1 or more"),
+        (["benchmark.py", "model", "--threads", "0"], "--threads 0: wanted 1 or more"),
+        (
+            ["chaos.py", "configs/mini.yaml", "--out", "nowhere/a", "--each", "0"],
+            "--each 0: wanted",
+        ),
+        (["chaos.py", "nowhere.yaml", "--out", "nowhere/a"], "no config at nowhere.yaml"),
+        (["soak.py", "configs/mini.yaml", "--minutes", "-1"], "--minutes -1: wanted 0.1 or more"),
+        (["soak.py", "configs/mini.yaml", "--page", "/dev/null"], "/dev/null is not a regular"),
+    ],
+)
+def test_a_check_of_nothing_is_refused_in_a_line(words: list[str], said: str) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, f"scripts/{words[0]}", *words[1:]]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"error: {said}")
+    assert not (ROOT / "nowhere").exists()
 
 
 def test_a_config_that_is_not_there_is_one_line(tmp_path) -> None:

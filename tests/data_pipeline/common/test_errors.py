@@ -1,9 +1,13 @@
 """What ends a command is told in a line."""
 
 import errno
+import os
 import re
+import subprocess
+import sys
 
 import pytest
+from helpers import ROOT
 
 from data_pipeline.common.errors import UserError, check, run_command
 
@@ -25,6 +29,13 @@ def test_what_holds_is_no_error() -> None:
     check(True, "no error")
     with pytest.raises(UserError, match="^an error$"):
         check(False, "an error")
+
+
+def test_a_command_prints_any_text_in_any_locale() -> None:
+    code = "from data_pipeline.common.errors import run_command; run_command(lambda: print('中'))"
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"\\u4e2d\n")
 
 
 @pytest.mark.parametrize(

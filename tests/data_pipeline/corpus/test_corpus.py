@@ -414,6 +414,22 @@ def test_another_encoding_is_decoded(tmp_path: Path):
     assert read(file, encoding="gb18030") == ["简体中文。", "第二篇。"]
 
 
+@pytest.mark.parametrize("encoding", ["cp1252", "gb18030", "latin-1"])
+@pytest.mark.parametrize("shift", range(3))
+def test_utf8_after_a_long_ascii_start_is_told_from_another_encoding(
+    tmp_path: Path, encoding: str, shift: int
+):
+    """Wherever in a character a block begins."""
+    start = "x" * shift + "only ASCII here\n" * 40
+    file = write(tmp_path / "a.txt", start + "汉字、é und ü, « wie hier »\n" * 20)
+    with patch.object(readers, "READ_BYTES", 100):
+        with pytest.raises(UserError, match=f"is not {encoding} .*set corpus.encoding=utf-8"):
+            read(file, encoding=encoding, layout="line")
+        text = start + "é und ü, « wie hier »\n" * 20
+        file = write(tmp_path / "b.txt", text.encode(encoding, "ignore"))
+        assert len(read(file, encoding=encoding, layout="line")) == text.count("\n")
+
+
 @pytest.mark.parametrize("name", ["utf-8", "UTF8", "utf-8-sig"])
 def test_utf16_is_told_from_utf8_under_any_name(tmp_path: Path, name: str):
     file = write(tmp_path / "a.txt", ("one two\n" * 50).encode("utf-16-le"))
