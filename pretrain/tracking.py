@@ -27,7 +27,7 @@ from pretrain.config import Config
 
 PATIENCE = 30  # seconds that the end of a run waits for wandb
 
-LINE = {"step": COUNT, "fillings?": [{"sentence": str, "masks": list}]}  # shape of a line
+LINE = {"step": COUNT, "fillings?": [{"sentence": str, "masks": [[list]]}]}  # shape of a line
 METRICS = {str: (None, float)}  # shape of those of its values whose name has a slash
 
 

@@ -47,6 +47,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_pipeline.common.errors import UserError, run_command
+from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.sampling.batches import Batch, fetch
 from pretrain.checkpoint import list_checkpoints
 from pretrain.config import ModelConfig, TrainConfig
@@ -452,6 +453,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch finds no GPU here; --device cpu tries the stages on a CPU")
+    check_writable(args.out)
     check = Check(torch.device(args.device), args.data.resolve())
     check.note("device", torch.cuda.get_device_name() if check.is_gpu else "cpu")
     check.note("torch", torch.__version__)
@@ -463,7 +465,7 @@ def main() -> None:
             traceback.print_exc()
             check.keep(name, f"{type(error).__name__}", "an answer", "WRONG")
         check.note(f"{name}: seconds", f"{time.perf_counter() - began:.0f}")
-        args.out.write_text(json.dumps(check.rows, indent=1) + "\n")
+        write_file(args.out, (json.dumps(check.rows, indent=1) + "\n").encode())
     sys.exit(check.is_wrong)
 
 

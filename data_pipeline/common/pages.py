@@ -12,7 +12,7 @@ from statistics import fmean
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-COLOURS = 6  # of lines in `frame.html`; later ones begin again
+COLOURS = 6  # of lines in `frame.html`; later ones begin again, dashed
 MOST_POINTS = 300  # of a line: more cannot be seen
 MOST_DOTS = 60  # of a line, with the value of each
 
@@ -75,13 +75,14 @@ def draw_chart(
         places = [(x_place(x), y_place(y)) for x, y in line.points]
         texts = [f"{format_short(x)} {x_unit}: {say(y)}" for x, y in line.points]
         # a line of one point would be invisible
+        is_later = (line.colour or 0) >= COLOURS and line.look in ("line", "dots")
         is_dotted = len(places) == 1 or line.look == "dots" and len(places) <= MOST_DOTS
         drawn.append(
             {
                 "name": line.name,
                 "last": "" if line.look in ("area", "outline") else say(line.points[-1][1]),
                 "colour": "grey" if line.colour is None else f"c{line.colour % COLOURS}",
-                "look": line.look,
+                "look": "dashed" if is_later else line.look,
                 "path": "M" + "L".join(f"{x} {y}" for x, y in places),
                 "dots": [(*p, t) for p, t in zip(places, texts, strict=True)] if is_dotted else [],
             }

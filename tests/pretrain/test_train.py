@@ -537,6 +537,7 @@ DAMAGE = [
     b'{"stfp": 4, "train/loss": 1.5}',
     b'{"step": null, "train/loss": 1.5}',
     b"[4, 1.5]",
+    b'{"step": 3, "fillings": [{"sentence": "a [MASK]", "masks": [1]}]}',
     b"",
 ]
 
@@ -554,7 +555,7 @@ def test_damaged_lines_of_metrics_are_kept_aside_and_those_after_them_stay(
     assert_same_run(tmp_path, straight)
     aside = tmp_path / "metrics.jsonl.damaged"
     assert aside.read_bytes() == b"".join(line + b"\n" for line in DAMAGE)
-    assert capsys.readouterr().out.count(f"7 damaged lines of {path} are now in {aside}") == 1
+    assert capsys.readouterr().out.count(f"8 damaged lines of {path} are now in {aside}") == 1
     train_here(prepared, tmp_path)
     assert "damaged lines" not in capsys.readouterr().out
 

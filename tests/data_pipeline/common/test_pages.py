@@ -67,6 +67,17 @@ def test_a_single_point_or_a_level_line_is_a_chart(points) -> None:
     assert len(chart["lines"][0]["dots"]) == (len(points) == 1)  # a line of one point has no length
 
 
+def test_a_seventh_line_has_the_colour_of_the_first_and_dashes() -> None:
+    points = [(0.0, 1.0), (1.0, 2.0)]
+    lines = [Line(str(i), points, i, look) for i in range(8) for look in ("line", "dots", "faint")]
+    drawn = draw_chart("title", "unit", lines, x_unit="tokens")["lines"]
+    looks = {(line["colour"], line["look"]) for line in drawn}
+    assert looks == {(f"c{i}", look) for i in range(6) for look in ("line", "dots", "faint")} | {
+        ("c0", "dashed"),
+        ("c1", "dashed"),
+    }
+
+
 def test_a_long_line_is_thinned_to_means_and_keeps_its_end() -> None:
     points = [(float(i), float(i % 7)) for i in range(12_345)]
     thin = thin_out(points)

@@ -107,6 +107,17 @@ def test_sound_files_are_read_once_and_one_that_changed_again(data_dir: Path, mo
     assert len(read) == 28
 
 
+def test_a_file_that_passed_is_read_again_if_the_manifest_wants_another(data_dir: Path) -> None:
+    check_data(data_dir)
+    path = data_dir / "store/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["train"]["sha256"]["tokens.npy"] = "0" * 64
+    manifest["sha256"] = soundness.hash_manifest(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="train/tokens.npy is damaged or missing"):
+        check_data(data_dir)
+
+
 def test_a_check_that_is_interrupted_goes_on_after_the_files_that_it_has_read(
     data_dir: Path, monkeypatch
 ) -> None:
