@@ -4,6 +4,7 @@ One YAML file describes a whole run (`data_pipeline.config_file` reads it). Prep
 sections defined here; `pretrain.config` adds those of the model to the same dataclass.
 """
 
+import codecs
 import os
 import re
 from dataclasses import dataclass, field, fields, replace
@@ -27,6 +28,8 @@ hu hy hz ia id ie ig ii ik io is it iu ja jv ka kg ki kj kk kl km kn ko kr ks ku
 li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no nr nv ny oc oj om or os pa
 pi pl ps pt qu rm rn ro ru rw sa sc sd se sg sh si sk sl sm sn so sq sr ss st su sv sw ta te tg th
 ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu""".split()
+# Python's encodings of names and literals, whose text may hold what is none
+NO_TEXT = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7")
 OF_FILES = ("layout", "text_field", "encoding", "errors", "on_bad_row")  # fields of a source
 
 
@@ -140,6 +143,8 @@ class SourceConfig:
         check_numbers(self, key)
         try:
             "".encode(self.encoding)
+            if codecs.lookup(self.encoding).name in NO_TEXT:
+                raise LookupError
         except (LookupError, UnicodeError):
             raise UserError(
                 f"{key}.encoding {self.encoding!r} is unknown to Python; use one such as utf-8, "

@@ -50,6 +50,8 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
         config = OmegaConf.to_object(merged)
     except WRONG_VALUE as error:
         raise UserError(f"{name_origins(path, overrides, error)}, {name_key(error)}") from None
+    for layer, origin in layers:
+        check_given(OmegaConf.to_container(layer), origin)
     check_texts(asdict(config), path)
     try:
         check_lists(config)
@@ -139,6 +141,14 @@ def read_yaml(path: Path) -> DictConfig | ListConfig:
         raise UserError(
             f"{path} is not a mapping of sections; see configs/quickstart.yaml"
         ) from None
+
+
+def check_given(value: Any, name: str) -> None:
+    """Raise `UserError` for the mark of OmegaConf for a value to come, which it would ignore."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_given(item, f"{name}, {key}")
+    check(value != "???", f"{name}: ??? is no value; give one, or leave the key out")
 
 
 def check_texts(value: Any, name: str) -> None:

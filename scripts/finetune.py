@@ -21,6 +21,16 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+# ruff: noqa: E402
+NEEDED = ("torch", "transformers", "data_pipeline")
+if missing := [name for name in NEEDED if not find_spec(name)]:
+    print(
+        f"error: {sys.executable} lacks {', '.join(missing)}; run source .venv/bin/activate in the "
+        "project's folder, or pip install -e '.[hf]' there",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
 import numpy as np
 import tokenizers
 import torch

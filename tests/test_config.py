@@ -155,6 +155,10 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
         ("corpus.builtin=python-docs", "corpus needs exactly one of"),
         ("corpus.errors=ignore", "corpus.errors is 'ignore'; it can be strict, replace"),
         ("corpus.encoding=utf-9", "corpus.encoding 'utf-9' is unknown to Python"),
+        ("corpus.encoding=idna", "corpus.encoding 'idna' is unknown"),
+        ("corpus.encoding=unicode_escape", "corpus.encoding 'unicode_escape' is unknown"),
+        ("corpus.encoding=utf7", "corpus.encoding 'utf7' is unknown"),
+        ("train.max_steps=???", r"^command line, train, max_steps: \?\?\? is no value; give"),
         ("corpus.encoding=undefined", "corpus.encoding 'undefined'"),  # raises UnicodeError
         ("corpus.held_out_fraction=1", r"corpus.held_out_fraction 1.0 is not in \[0, 1\)"),
         ("corpus.held_out_fraction=nan", r"corpus.held_out_fraction nan is not in \[0, 1\)"),

@@ -214,6 +214,14 @@ def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_package_that_is_missing_is_named() -> None:
+    path = str(ROOT / "scripts/finetune.py")
+    code = f"import runpy, sys; sys.modules['transformers'] = None; runpy.run_path({path!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "lacks transformers; run source .venv/bin/activate" in line
+
+
 def test_a_bag_of_words_bears_a_draw_of_one_label() -> None:
     for task, labels in (
         ("classification", ["1"] * 3 + ["0"]),
