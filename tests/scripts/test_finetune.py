@@ -28,6 +28,8 @@ from transformers import (
     AutoModel,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
 )
 
 from data_pipeline.common.errors import UserError
@@ -322,6 +324,18 @@ def test_the_head_of_an_albert_has_the_dropout_of_its_config(tasks, tmp_path) ->
     model.save_pretrained(tmp_path)
     task = TASKS["classification"](read_examples(tasks / "reviews/dev.tsv", "classification", {}))
     assert build_network(tmp_path, False, task, "cls", None, 0).dropout.p == 0.3
+
+
+def test_two_segments_are_one_where_the_model_has_one_type_of_token(tasks, tmp_path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    RobertaModel(RobertaConfig(**sizes, type_vocab_size=1)).save_pretrained(tmp_path)
+    task = TASKS["classification"](read_examples(tasks / "reviews/dev.tsv", "classification", {}))
+    network = build_network(tmp_path, False, task, "cls", 0.0, 0)
+    found = []
+    for types in ([0, 0, 0, 0], [0, 0, 1, 1]):
+        unit = finetune.Unit(0, [([5, 6, 7, 8], types)], 0)
+        found.append(network(finetune_train.make_batch([unit], torch.device("cpu"))))
+    assert torch.equal(*found)
 
 
 def test_batches_hold_every_unit_once_and_similar_lengths() -> None:
