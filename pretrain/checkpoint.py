@@ -104,6 +104,11 @@ def write_checkpoint(
         )
     temporary = final.with_name(final.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    if not folder.parent.is_dir():  # a new one would have neither the record nor the vocabulary
+        raise UserError(
+            f"no checkpoint at {final}: {folder.parent} was moved or removed; put it back, and run "
+            "the same command again"
+        )
     temporary.mkdir(parents=True)
     tensors = [*model_tensors.values(), *optimizer_tensors.values()]
     wanted = sum(t.numel() * t.element_size() for t in tensors) + (1 << 20)

@@ -283,6 +283,13 @@ def test_moments_that_a_checkpoint_lacks_are_dropped(tmp_path: Path) -> None:
     assert optimizer.state[model.weight]["step"] == 1
 
 
+def test_a_run_whose_folder_is_moved_away_says_so_at_the_next_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run/checkpoints"
+    with pytest.raises(UserError, match="run was moved or removed; put it back, and run the same"):
+        save_checkpoint(folder, torch.nn.Linear(2, 2), [], {"step": 1}, keep=1).result()
+    assert not (tmp_path / "run").exists()
+
+
 def test_checkpoints_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000, 99_000_000):
         (tmp_path / f"step-{step:08d}").mkdir()
