@@ -117,6 +117,7 @@ def exported(prepared: Path, model, tmp_path_factory: pytest.TempPathFactory) ->
 def run_dir(prepared: Path, store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder as train.py leaves it, with checkpoints of steps 4 and 8."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
+    run_dir.mkdir()
     config = load_config(Config, str(prepared / "config.yaml"), [f"run_dir={run_dir}"])
     contract = {
         "vocab_sha256": store.vocabulary.sha256,

@@ -111,6 +111,7 @@ def test_a_signal_that_is_obeyed_too_late_or_without_a_checkpoint_is_no_survivor
 ) -> None:
     notes, checkpoints = tmp_path / "first", tmp_path / "run/checkpoints"
     notes.mkdir()
+    checkpoints.parent.mkdir()
 
     def judge(fired: int, steps: list[int], newest: int, code: int) -> bool:
         (notes / "fired-0").write_text(f"{fired}\n")
