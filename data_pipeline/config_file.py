@@ -40,6 +40,7 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
             empty = find_empty(schema, layer) if origin == path else set()
             for section in skipped & set(layer) | empty:
                 del layer[section]
+            check_given(OmegaConf.to_container(layer), origin)
             check_keys(schema, layer, origin)
             merged = OmegaConf.merge(merged, layer)  # names the first layer with a wrong type
     except WRONG_VALUE as error:
@@ -50,8 +51,6 @@ def load_config(schema: type[T], path: str, overrides: list[str] = ()) -> T:
         config = OmegaConf.to_object(merged)
     except WRONG_VALUE as error:
         raise UserError(f"{name_origins(path, overrides, error)}, {name_key(error)}") from None
-    for layer, origin in layers:
-        check_given(OmegaConf.to_container(layer), origin)
     check_texts(asdict(config), path)
     try:
         check_lists(config)
@@ -145,8 +144,8 @@ def read_yaml(path: Path) -> DictConfig | ListConfig:
 
 def check_given(value: Any, name: str) -> None:
     """Raise `UserError` for the mark of OmegaConf for a value to come, which it would ignore."""
-    if isinstance(value, dict):
-        for key, item in value.items():
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             check_given(item, f"{name}, {key}")
     check(value != "???", f"{name}: ??? is no value; give one, or leave the key out")
 

@@ -417,8 +417,7 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or args.run_dirs[0] / PAGES[len(args.run_dirs) > 1]
     check(not out.is_dir(), f"--out {out} is a folder; name a file in it")
-    check_writable(out)
-    write_report(args.run_dirs, out)
+    write_report(args.run_dirs, check_writable(out))
     print(f"report: {out}")
 
 

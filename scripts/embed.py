@@ -135,7 +135,7 @@ def main() -> None:
         f"--center: {name} has one text, which is its own mean; give more, or leave it out",
     )
     check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
-    check_writable(args.out, [args.model, *([args.texts] if args.texts else [])])
+    args.out = check_writable(args.out, [args.model, *([args.texts] if args.texts else [])])
     vectors = embed(args.model, texts, args.pool, args.center)
     np.save(file := BytesIO(), vectors)
     write_file(args.out, file.getbuffer())

@@ -117,7 +117,7 @@ def main() -> None:
         "model": describe_model(args.model),
         "data": {name: describe_file(getattr(args, name), s) for name, s in splits.items()},
     }
-    check_writable(results)
+    results = check_writable(results)
 
     systems = {}
     for system in dict.fromkeys([args.init, *args.also]):

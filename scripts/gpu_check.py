@@ -453,7 +453,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch finds no GPU here; --device cpu tries the stages on a CPU")
-    check_writable(args.out)
+    args.out = check_writable(args.out)
     check = Check(torch.device(args.device), args.data.resolve())
     check.note("device", torch.cuda.get_device_name() if check.is_gpu else "cpu")
     check.note("torch", torch.__version__)

@@ -93,7 +93,7 @@ def main() -> None:
     check(args.limit is None or args.limit > 0, f"--limit {args.limit}: wanted 1 or more")
     if args.out:
         check(not args.out.is_dir(), f"--out {args.out} is a folder; name a file in it")
-        check_writable(args.out, [args.model, *args.data])
+        args.out = check_writable(args.out, [args.model, *args.data])
     pairs = read_pairs(args.data, args.limit)
     results = measure(args.model, pairs, args.within_word, args.store)
     print_table(results)

@@ -127,7 +127,7 @@ def main() -> None:
     check(args.minutes >= MINUTES, f"--minutes {args.minutes:g}: wanted {MINUTES:g} or more")
     check(args.processes > 0, f"--processes {args.processes}: wanted 1 or more")
     if args.page:
-        check_writable(args.page)
+        args.page = check_writable(args.page)
     found, samples = soak(args.config, args.overrides, args.minutes, args.processes)
     print(json.dumps(found, indent=1))
     if args.page:

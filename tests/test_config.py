@@ -158,6 +158,7 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
         ("corpus.encoding=idna", "corpus.encoding 'idna' is unknown"),
         ("corpus.encoding=unicode_escape", "corpus.encoding 'unicode_escape' is unknown"),
         ("corpus.encoding=utf7", "corpus.encoding 'utf7' is unknown"),
+        ("corpus.plug_ins=['???']", r"^command line, corpus, plug_ins, 0: \?\?\? is no value"),
         ("train.max_steps=???", r"^command line, train, max_steps: \?\?\? is no value; give"),
         ("corpus.encoding=undefined", "corpus.encoding 'undefined'"),  # raises UnicodeError
         ("corpus.held_out_fraction=1", r"corpus.held_out_fraction 1.0 is not in \[0, 1\)"),

@@ -39,6 +39,7 @@ from data_pipeline.vocabulary.words import load_segmenter
 DATA_FILES = ("work", "vocab", "store", "report.html", "report.json")  # in data_dir
 DATA_FILES += (PROBES_FILE, CHECKED_FILE)
 SETTINGS = "settings"  # ends the name of the folder that has those of unfinished work
+MUCH_WORK = 1 << 30  # bytes of unfinished work that no other command may remove, or any of an array
 DISK_SHARE = 1.5  # bytes of disk per byte of text, at least: English takes 2.1, Chinese 3.3
 
 
@@ -84,7 +85,8 @@ def prepare(
         if is_prepared(work):  # since then, by a command that had the lock
             return use_prepared(work)
         check_disk(work)
-        refuse_other_work(work)
+        if finish or array_task or cluster or size_of(work.folder) > MUCH_WORK:
+            refuse_other_work(work)
         if not array_task:
             remove_others(work)
             remove_damaged(work)
@@ -211,6 +213,7 @@ def refuse_other_work(work: Work) -> None:
         if name.startswith(work.name) or not any(work.folder.glob(f"{name}*-*[0-9]")):
             continue  # no task of it is done
         advice = f"remove {work.folder} to start over"
+        check((path / "settings.json").exists(), f"{path} has lost its file; {advice}")
         kept = read_json(path / "settings.json", {"settings": {str: object}}, advice)
         if different := list_differences(kept, work.settings):
             raise UserError(
@@ -228,7 +231,7 @@ def keep_settings(work: Work) -> None:
 
 
 def remove_others(work: Work) -> None:
-    """Remove unfinished work of earlier versions and of killed workers."""
+    """Remove unfinished work with other settings and of killed workers."""
 
     def is_other(name: str) -> bool:
         return bool(is_work(name)) and (name.endswith(".tmp") or not name.startswith(work.name))

@@ -188,12 +188,11 @@ def warn_of_languages(work: Work) -> None:
 
 
 def check_unchanged(work: Work) -> None:
-    """Raise `UserError` if a corpus file has changed since preparation began, and remove the work:
-    its parts would come from different texts, and no later start would notice."""
+    """Raise `UserError` if a corpus file has changed since preparation began: its parts would come
+    from different texts, and no later start would notice."""
     versions = {chunk.path: chunk.version for chunk in work.chunks if chunk.version}
     for path, version in versions.items():
         if not os.path.isfile(path) or sample_hash(path) != version:
-            remove_entries(work.folder, is_work)
             raise UserError(
                 f"corpus file {path} changed while the corpus was read; start again, and leave "
                 "its files as they are until then"

@@ -40,9 +40,7 @@ def run_command(main: Callable[[], None]) -> None:
     A `UserError` and any error of the operating system end in a line on stderr and exit code 2,
     `Stopped` in a line and exit code 75.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # of any locale
-            stream.reconfigure(errors="backslashreplace")
+    print_any_text()
     try:
         main()
     except UserError as error:
@@ -67,6 +65,13 @@ def run_command(main: Callable[[], None]) -> None:
         return
     print("error: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
+
+
+def print_any_text() -> None:
+    """Make stdout and stderr bear text that the encoding of the locale lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def explain(error: OSError) -> str:

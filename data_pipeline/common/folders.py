@@ -20,6 +20,7 @@ from zlib import crc32
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.reading import COUNT, check_regular, read_json
 
+READ = (".jsonl", ".tsv", ".safetensors", ".bin")  # endings of what commands read in a folder
 MARKER = ".bert-pretrain"
 SEAL = "crc32.json"  # of a folder of intermediate results; four times as fast as SHA-256
 NOTE = "bert-pretrain writes in this folder and replaces what it has written here.\n"
@@ -71,13 +72,10 @@ def install_files(source: Path, target: Path, names: Iterable[str] | None = None
 def write_file(path: Path, data: bytes, lasting: bool = False, shared: bool = False) -> None:
     """Write a file atomically: readers find the old content or the new one.
 
-    A link stays, and what it leads to is written.
-
     lasting: survives a power failure, for which the write waits for the disk. shared: several
     commands may write it at the same time, and the last to finish wins.
-    Raises `UserError` for a folder, a pipe or a device, which it would replace.
+    A link is replaced, and so are a pipe and a device: see `check_writable`.
     """
-    path = find_target(path)
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp" if shared else f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -89,7 +87,9 @@ def write_file(path: Path, data: bytes, lasting: bool = False, shared: bool = Fa
     except OSError as error:  # such as a full disk, which needs the space
         with suppress(OSError):
             temporary.unlink()
-        error.filename, error.filename2 = str(path), None
+        if error.filename2 or not error.filename:  # of the temporary file, or of none
+            error.filename = str(path)
+            del error.filename2
         raise
 
 
@@ -106,19 +106,22 @@ def find_target(path: Path) -> Path:
     return target
 
 
-def check_writable(path: Path, inputs: Iterable[Path] = ()) -> None:
+def check_writable(path: Path, inputs: Iterable[Path] = ()) -> Path:
     """Make the folder of a file that long work will write, and check that it can be written there.
 
-    inputs: files and folders that the work reads.
-    Raises `OSError`, or `UserError` if it is no file, or one of the inputs.
+    inputs: files that the work reads, or folders with such files.
+    Returns the path for `write_file`, which follows links. Raises `OSError`, or `UserError` if
+    there is no file but something else, or one of the inputs.
     """
     target = find_target(path)
     for read in map(Path, map(os.path.realpath, inputs)):
-        if target.exists() and (target == read or read in target.parents):
+        is_inside = read in target.parents and target.suffix in READ
+        if target.exists() and (target == read or is_inside):
             raise UserError(f"{path} is read by this command, which would replace it; name another")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(probe := path.with_name(f"{path.name}.probe"), b"")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_file(probe := target.with_name(f"{target.name}.probe"), b"")
     probe.unlink()
+    return target
 
 
 def remove_entries(folder: Path, is_ours: Callable[[str], object]) -> None:

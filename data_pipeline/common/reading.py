@@ -50,7 +50,7 @@ def read_file(path: Path) -> bytes:
             "the right file"
         )
     with open(path, "rb") as file:
-        return file.read(size)
+        return file.read(os.fstat(file.fileno()).st_size)  # another file may be there by now
 
 
 def read_utf8(path: Path, advice: str) -> str:

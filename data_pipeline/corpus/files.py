@@ -114,7 +114,7 @@ class PackedFile(io.RawIOBase):
 
 
 def open_bz2(file: BinaryIO) -> BinaryIO:
-    unpacked = PackedFile(file, bz2.BZ2Decompressor, OSError, limit=BUFFER_BYTES)
+    unpacked = PackedFile(file, bz2.BZ2Decompressor, OSError, b"\0", BUFFER_BYTES)
     return io.BufferedReader(unpacked, BUFFER_BYTES)
 
 
@@ -193,14 +193,15 @@ def is_mostly_controls(block: bytes) -> bool:
     return len(block) >= 64 and controls > len(block) // 4
 
 
-def count_utf8(block: bytes) -> int | None:
+def count_utf8(block: bytes, is_first: bool) -> int | None:
     """Count the bytes that continue characters in a block of UTF-8; None if it is not UTF-8.
 
-    The block may begin or end inside a character.
+    The block may end inside a character and, unless it `is_first`, begin inside one.
     """
     if block.isascii():
         return 0
-    begin = next((i for i, byte in enumerate(block[:4]) if not 0x80 <= byte < 0xC0), 0)
+    places = (i for i, byte in enumerate(block[:4]) if is_first or not 0x80 <= byte < 0xC0)
+    begin = next(places, 0)
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(block[begin:])
     except UnicodeDecodeError:

@@ -92,7 +92,7 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             if not is_known and not block.isascii():
                 if first is None:
                     first = position + next(i for i, byte in enumerate(block) if byte > 127)
-                found = count_utf8(block)
+                found = count_utf8(block, position == 0)
                 is_known, continuing = found is None, continuing + (found or 0)
                 if continuing >= SURE_ABOVE and not is_known:
                     reason = "the text from there on is valid UTF-8"

@@ -25,6 +25,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def hash_group(group: list[FileChunk], out: Path, source: SourceConfig) -> None:
                 for line in document.split("\n"):
                     if len(line) >= MIN_DEDUP_CHARS:
                         hashes["paragraphs"].append(hash_text(line))
-                        owners.append(hashes["documents"][-1])
+                        if source.weight < 1:
+                            owners.append(hashes["documents"][-1])
         order = np.argsort(hashes["documents"])
         save_array(folder / "characters.npy", np.array(characters)[order])
         if source.weight < 1:
@@ -152,7 +154,8 @@ def find_earlier(
         if not corpus.deduplicate:
             return
         write_earlier(hashed, order, "documents", folder)
-        chosen = select(corpus, groups, hashed, folder)
+        is_sampled = any(source.weight < 1 for source in corpus.each_source())
+        chosen = select(corpus, groups, hashed, folder) if is_sampled else ()
         write_earlier(hashed, order, "paragraphs", folder, chosen)
 
 
@@ -346,8 +349,12 @@ class Selection:
         has_place = np.where(
             numbers < self.limit, numbers < held_out.limit, numbers < training.limit
         )
-        copies = read_earlier(self.earlier, self.number, "documents")
-        return has_place & np.isin(numbers, copies, invert=True)
+        return has_place & np.isin(numbers, self.copies, invert=True)
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """Hashes of its documents that an earlier group has."""
+        return read_earlier(self.earlier, self.number, "documents")
 
     def take(self, document: str, number: int, held_out: bool, rejects: Rejects) -> tuple[str, int]:
         """Drop the duplicate paragraphs of a document, and decide how many copies to take.

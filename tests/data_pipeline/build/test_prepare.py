@@ -351,13 +351,16 @@ def test_a_vocabulary_that_was_deleted_comes_back(files, uninterrupted, tmp_path
 
 
 def test_unfinished_work_of_other_settings_stops_the_command_and_stays(
-    files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path
+    files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, monkeypatch
 ):
     write_config(tmp_path, files)
     command = [sys.executable, "-c", KILLED, "write_tokenizer", "0", str(tmp_path / "c.yaml")]
     subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
     before = contents(tmp_path / "data")
-    for options in ({}, {"finish": True}, {"array_task": (0, 2)}):
+    many = {"finish": True}, {"array_task": (0, 2)}, {"cluster": "nowhere:1"}, {}
+    for options in many:
+        if not options:  # of one machine, where little work is begun anew
+            monkeypatch.setattr(prepare_module, "MUCH_WORK", 1000)
         for config, message in (
             (config_of(files, tmp_path / "data", size=600), r"\(vocab.size was 512, is 600\)"),
             (config_of(files[:3], tmp_path / "data"), r"\(the text has changed\)"),
@@ -367,6 +370,16 @@ def test_unfinished_work_of_other_settings_stops_the_command_and_stays(
     assert contents(tmp_path / "data") == before
     prepare(config_of(files, tmp_path / "data"), workers=1)
     assert contents(tmp_path / "data") == uninterrupted
+
+
+def test_a_little_work_is_begun_anew_with_the_settings_that_an_error_asks_for(
+    files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path
+):
+    with pytest.raises(UserError, match="set vocab.size=.* or less"):
+        prepare(config_of(files, tmp_path, size=100_000), workers=1)
+    assert list((tmp_path / "work").glob("*-scan-*"))
+    prepare(config_of(files, tmp_path), workers=1)
+    assert contents(tmp_path) == uninterrupted
 
 
 @pytest.mark.parametrize("where, calls", [("write_tokenizer", 0), ("write_array", 5)])
@@ -439,7 +452,7 @@ def test_a_file_that_changes_while_it_is_read_ends_preparation(
         prepare(config, workers=1)
     monkeypatch.setattr(stages, "scan_group", lambda *given: (changed.unlink(), scan_group(*given)))
     with pytest.raises(UserError, match=r"changed\.txt is gone; put it back"):
-        prepare(config_of([str(changed)], tmp_path / "other"), workers=1)
+        prepare(config_of([str(changed)], tmp_path / "data"), workers=1)
     monkeypatch.undo()
     changed.write_bytes(Path(files[0]).read_bytes())
     prepare(config, workers=1)

@@ -326,17 +326,18 @@ def test_damage_in_a_later_frame_of_a_compressed_file_is_named(tmp_path: Path, s
             assert re.search("is damaged.*; put an intact copy there", str(error))
         else:  # of .zst, which has no checksum here; and no bit of it may be unused
             assert suffix == ".zst" or found == kept
-    for rest in (b"garbage", frames[2][:-3]):
+    for rest in (b"garbage", frames[2][:-3]):  # nor may what bzip2 ignores with a warning
         file = write(tmp_path / f"longer.txt{suffix}", b"".join([*frames, rest]))
         with pytest.raises(UserError, match="is damaged"):
             read(file, layout="line")
 
 
+@pytest.mark.parametrize("suffix", [".bz2", ".xz"])
 @pytest.mark.parametrize("padding", [4, 1 << 12])
-def test_zeros_may_follow_the_streams_of_an_xz_file(tmp_path: Path, padding: int):
+def test_zeros_may_follow_the_streams_of_a_file(tmp_path: Path, padding: int, suffix: str):
     zeros = bytes(padding)
-    packed = lzma.compress(b"a\n") + zeros + lzma.compress(b"b\n") + zeros
-    assert read(write(tmp_path / "a.txt.xz", packed), layout="line") == ["a", "b"]
+    packed = b"".join(COMPRESSORS[suffix](line) + zeros for line in (b"a\n", b"b\n"))
+    assert read(write(tmp_path / f"a.txt{suffix}", packed), layout="line") == ["a", "b"]
 
 
 def test_a_zst_file_of_a_long_window_is_read(tmp_path: Path):
@@ -412,6 +413,12 @@ def test_another_encoding_is_decoded(tmp_path: Path):
     text = "简体中文。\n\n第二篇。\n"
     file = write(tmp_path / "a.txt", text.encode("gb18030"))
     assert read(file, encoding="gb18030") == ["简体中文。", "第二篇。"]
+
+
+def test_characters_of_gb18030_that_utf8_could_continue_with_are_read(tmp_path: Path):
+    text = "很好" * 12
+    file = write(tmp_path / "a.txt", text.encode("gb18030"))
+    assert read(file, encoding="gb18030", layout="file") == [text]
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "gb18030", "latin-1"])
