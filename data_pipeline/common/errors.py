@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class UserError(Exception):
@@ -71,7 +72,8 @@ def print_any_text() -> None:
     """Make stdout and stderr bear text that the encoding of the locale lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError, ValueError):  # it is closed, or has become a pipe
+                stream.reconfigure(errors="backslashreplace")
 
 
 def explain(error: OSError) -> str:
