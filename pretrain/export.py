@@ -40,7 +40,10 @@ from pretrain.models.electra import GENERATOR
 from pretrain.read_run import find_manifest, find_vocabulary, read_run_config, read_run_state
 
 WEIGHTS = ("model.safetensors", PYTORCH_BIN)
-OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json")
+# what a loader would read besides: weights of other kinds, and tokens
+OTHERS = ("*.bin", "*.h5", "*.msgpack", "*.safetensors", "*.index.json", "adapter_config.json")
+OTHERS += ("added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt", "*.model")
+MOST_POSITIONS = 1_000_000  # of model.max_position_embeddings
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -108,11 +111,11 @@ def export(
         write_json(folder / MARKER, marker)
         check_export_folder(out_dir, overwrite, pytorch_bin)  # it may have changed meanwhile
     move_files(stage, out_dir)
-    others = {path.name for pattern in OTHER_WEIGHTS for path in out_dir.glob(pattern)}
+    others = {path.name for pattern in OTHERS for path in out_dir.glob(pattern)}
     if others := sorted(others - hashes.keys()):
         print(
             f"note: {out_dir} also holds {', '.join(others)}, which this export did not write; a "
-            "loader may read them instead of model.safetensors, so remove what you do not need"
+            "loader may read them instead of what was written, so remove what you do not need"
         )
 
 
@@ -259,8 +262,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.private and not args.push:
         parser.error("--private needs --push REPO_ID")
-    if args.positions is not None and args.positions < 8:
-        parser.error("--positions must be at least 8, like data.max_seq_length")
+    if args.positions is not None and not 8 <= args.positions <= MOST_POSITIONS:
+        parser.error(f"--positions must be at least 8, and at most {MOST_POSITIONS:,}")
     checkpoint, out_dir = args.source.resolve(), args.out_dir.resolve()
     check_export_folder(out_dir, args.overwrite, args.pytorch_bin)
     if (checkpoint / "checkpoints").is_dir():

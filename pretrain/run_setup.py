@@ -271,10 +271,13 @@ def fingerprint_run(config: Config, store: TokenStore, accelerator: Accelerator)
     weights to start from.
     """
     pad = store.vocabulary["[PAD]"]
+    advice = f"set model.pad_token_id={pad}"
+    if config.init_from:
+        advice = f"prepare the data of another data_dir with the vocabulary of {config.init_from}"
     check(
         config.model.pad_token_id == pad,
         f"model.pad_token_id is {config.model.pad_token_id}, but [PAD] has id {pad} in the "
-        f"vocabulary; set model.pad_token_id={pad}",
+        f"vocabulary; {advice}",
     )
     precision = accelerator.mixed_precision.replace("no", "fp32")
     hashes = store.vocabulary.sha256, store.manifest["data_sha256"]

@@ -887,6 +887,27 @@ def test_a_clone_of_a_repository_keeps_git_and_other_weights(
     load_export(out)
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "spiece.model"])
+def test_tokenizer_files_that_the_export_did_not_write_are_named(
+    name: str, run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    """transformers reads the tokens that such files name, which the weights may lack."""
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    assert "note: " not in capsys.readouterr().out
+    (tmp_path / "out" / name).write_text("{}")
+    run_cli(monkeypatch, run_dir, tmp_path / "out")
+    assert f"also holds {name}, which this export did not write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("positions", [7, 1_000_001, 10**20])
+def test_a_number_of_positions_that_no_model_has_is_refused(
+    positions: int, run_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(monkeypatch, run_dir, tmp_path / "out", "--positions", str(positions))
+    assert "--positions must be at least 8, and at most 1,000,000" in capsys.readouterr().err
+
+
 def test_a_changed_card_is_refused_and_replaced_only_when_asked(
     run_dir, tmp_path, monkeypatch, capsys
 ) -> None:
