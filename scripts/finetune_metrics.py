@@ -129,7 +129,8 @@ def span_scores(wanted: Sequence[list[str]], found: Sequence[list[str]]) -> dict
 # --- answers --------------------------------------------------------------------------------------
 
 HAN = re.compile("[\u4e00-\u9fff]")
-WORD = r"[^\W\u4e00-\u9fa5]"
+# all but the marks that nltk's word tokenizer separates: 20℃ is one word, and 20% are two
+WORD = r"""[^\s\u4e00-\u9fa5.,:;@#$%&?!()\[\]{}<>"'«»“”‘’„`\u2012-\u2015]"""
 CMRC_PIECES = re.compile(
     rf"[\u4e00-\u9fa5]|{WORD}+(?:(?:\.|,(?=\d)){WORD}+)*|[^\w\s]"
 )  # 3.5 is one

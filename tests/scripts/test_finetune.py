@@ -753,6 +753,12 @@ def test_a_number_with_a_separator_is_one_piece_as_in_the_script_of_cmrc() -> No
             0.7586206896551724,
         ),
         ("NaBO.10HO", "O.10HO，是非常重要的含", 0.0),
+        ("20℃", "20", 0.0),
+        ("20℃左右", "20左右", 2 / 3),
+        ("50％", "50", 0.0),
+        ("50%", "50", 2 / 3),
+        ("£5", "5", 0.0),
+        ("$5", "5", 2 / 3),
     ]:
         assert math.isclose(ours.cmrc_f1(wanted, found), f1)
 
