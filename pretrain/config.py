@@ -364,7 +364,10 @@ class Config(DataConfig):
         found = {}
         if start and (folder := Path(str(start)).expanduser()).is_dir():
             there = (folder / "config.json").exists()
-            check(there, f"init_from {folder} has no config.json; put the one of its weights there")
+            advice, export = "put the one of its weights there", folder / "export"
+            if (export / "config.json").exists():
+                advice = f"its export is {export}"
+            check(there, f"init_from {folder} has no config.json; {advice}")
             found = read_hf_config(read_settings(folder), folder / "config.json")
             check(
                 asked in (None, found["architecture"]),

@@ -92,6 +92,11 @@ def read_existing(vocab: VocabConfig) -> list[str]:
         f"there is no {path}, to which vocab.path or init_from is set; download a model from a "
         "hub into a folder, and give that",
     )
+    export = path / "export"
+    check(
+        not (export / "tokenizer.json").exists() or (path / "tokenizer.json").exists(),
+        f"{path}, to which vocab.path or init_from is set, is a run folder; its export is {export}",
+    )
     text = path / "vocab.txt" if path.is_dir() else path
     tokenizer = read_optional(text.parent / "tokenizer.json", TOKENIZER)
     settings = read_optional(text.parent / "tokenizer_config.json", SETTINGS)

@@ -22,11 +22,12 @@ from fill_mask import fill_mask  # noqa: E402
 
 from data_pipeline.build.prepare import prepare  # noqa: E402
 from data_pipeline.common.errors import UserError  # noqa: E402
-from data_pipeline.config import DataConfig  # noqa: E402
+from data_pipeline.config import DataConfig, VocabConfig  # noqa: E402
 from data_pipeline.config_file import load_config  # noqa: E402
 from data_pipeline.sampling.batch_source import BatchSource  # noqa: E402
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
+from data_pipeline.vocabulary.existing import read_existing
 from pretrain.config import Config  # noqa: E402
 from pretrain.export import export, export_checkpoint  # noqa: E402
 from pretrain.init_from import find_sources, hash_weights, split_piece, start_from  # noqa: E402
@@ -398,6 +399,15 @@ def test_a_folder_that_a_clone_left_without_its_files_is_told(folder, prepared, 
     (tmp_path / "in/config.json").unlink()
     with pytest.raises(UserError, match=r"in has no config.json; put the one of its weights there"):
         read_config(prepared, tmp_path / "in")
+
+
+def test_a_run_folder_to_start_from_is_told_where_its_export_is(folder, prepared, tmp_path) -> None:
+    export = shutil.copytree(folder, tmp_path / "in/export")
+    with pytest.raises(UserError, match=rf"in has no config.json; its export is {export}"):
+        read_config(prepared, tmp_path / "in")
+    (export / "tokenizer.json").touch()
+    with pytest.raises(UserError, match=rf"in, to which .* is a run folder; .* is {export}"):
+        read_existing(VocabConfig(path=str(tmp_path / "in")))
 
 
 def test_weights_that_unpack_to_more_than_their_file_are_refused_before_it(
