@@ -151,7 +151,7 @@ def plan_reading(work: Work) -> Plan:
 def write_vocab(work: Work) -> None:
     """Check that the corpus holds text, train the vocabulary on its training words, and report how
     it fits the held-out ones."""
-    check_unchanged(work)
+    check_unchanged(work.chunks)
     check_corpus(work.stats, work.config, work.groups)
     warn_of_languages(work)
     whole = work.whole is not None
@@ -187,11 +187,10 @@ def warn_of_languages(work: Work) -> None:
             print(red(f"warning: {name_source(source)}: {told}"))
 
 
-def check_unchanged(work: Work) -> None:
+def check_unchanged(chunks: list[FileChunk]) -> None:
     """Raise `UserError` if a corpus file has changed since preparation began: its parts would come
     from different texts, and no later start would notice."""
-    versions = {chunk.path: chunk.version for chunk in work.chunks if chunk.version}
-    for path, version in versions.items():
+    for path, version in {chunk.path: chunk.version for chunk in chunks if chunk.version}.items():
         if not os.path.isfile(path) or sample_hash(path) != version:
             raise UserError(
                 f"corpus file {path} changed while the corpus was read; start again, and leave "

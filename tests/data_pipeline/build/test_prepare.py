@@ -223,6 +223,14 @@ main()
 """
 
 
+def be_killed(files: list[str], folder: Path, where: str, calls: int) -> None:
+    """Prepare `files` to `folder/data` in a process that is killed at a call of a function."""
+    write_config(folder, files)
+    command = [sys.executable, "-c", KILLED, where, str(calls), str(folder / "c.yaml")]
+    killed = subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+
+
 @pytest.mark.parametrize(
     "where, calls",
     [("read_selected", 2), ("write_tokenizer", 0), ("encode_split", 5), ("write_array", 3)],
@@ -230,10 +238,7 @@ main()
 def test_a_killed_command_goes_on_to_the_same_bytes(
     files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, where: str, calls: int
 ):
-    write_config(tmp_path, files)
-    command = [sys.executable, "-c", KILLED, where, str(calls), str(tmp_path / "c.yaml")]
-    killed = subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    be_killed(files, tmp_path, where, calls)
     assert not (tmp_path / "data/store/manifest.json").exists()
     done = {p: p.stat().st_mtime_ns for p in (tmp_path / "data/work").glob("*-scan-*[0-9]/*")}
     assert done
@@ -253,9 +258,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
 def test_damaged_results_of_a_killed_command_are_made_again(
     files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, capsys, where, calls
 ):
-    write_config(tmp_path, files)
-    command = [sys.executable, "-c", KILLED, where, str(calls), str(tmp_path / "c.yaml")]
-    subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    be_killed(files, tmp_path, where, calls)
     draw = Random(where)
     work = tmp_path / "data/work"
     left = [str(p.relative_to(work)) for p in sorted(work.rglob("*")) if p.is_file()]
@@ -353,9 +356,7 @@ def test_a_vocabulary_that_was_deleted_comes_back(files, uninterrupted, tmp_path
 def test_unfinished_work_of_other_settings_stops_the_command_and_stays(
     files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, monkeypatch
 ):
-    write_config(tmp_path, files)
-    command = [sys.executable, "-c", KILLED, "write_tokenizer", "0", str(tmp_path / "c.yaml")]
-    subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    be_killed(files, tmp_path, "write_tokenizer", 0)
     before = contents(tmp_path / "data")
     many = {"finish": True}, {"array_task": (0, 2)}, {"cluster": "nowhere:1"}, {}
     for options in many:
@@ -386,9 +387,7 @@ def test_a_little_work_is_begun_anew_with_the_settings_that_an_error_asks_for(
 def test_a_kill_while_damaged_results_are_removed_is_survived(
     files: list[str], uninterrupted: dict[str, bytes], tmp_path: Path, monkeypatch, where, calls
 ):
-    write_config(tmp_path, files)
-    command = [sys.executable, "-c", KILLED, where, str(calls), str(tmp_path / "c.yaml")]
-    subprocess.run([*command, "--workers", "1"], capture_output=True, cwd=ROOT)
+    be_killed(files, tmp_path, where, calls)
     kinds = {"hashes": "rejects.json", "scan": "stats.json"}
     for kind in kinds:
         for removed in (1, 2, 3):
