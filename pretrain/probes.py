@@ -42,7 +42,7 @@ def score_sentences(
     sentences: list[list[int]],
     vocabulary: Vocabulary,
     accelerator: Accelerator,
-    within_word: bool = False,
+    words: list[list[int | None]] | None = None,
     advance: Callable[[int], object] = lambda tokens: None,
     most_tokens: int = PASS_TOKENS["cuda"],
 ) -> np.ndarray | None:
@@ -54,15 +54,19 @@ def score_sentences(
     Equal sentences have equal scores, since each distinct one is scored once.
 
     sentences: token ids with [CLS] and [SEP].
-    within_word: also mask the later pieces of a token's word, so that the rest of a long word does
-    not give its beginning away (Kauf & Ivanova 2023, arXiv:2305.10588).
+    words: the number of each token's word in its sentence; if given, the later pieces of the word
+    are masked too, so that they do not give its beginning away (Kauf & Ivanova 2023,
+    arXiv:2305.10588).
     advance: called with the number of tokens of each pass, as `count_work` counts them.
     most_tokens: of a pass, not counting its last sentence.
     """
     distinct = sorted(set(map(tuple, sentences)), key=len)
     device = accelerator.device
     scores = torch.zeros(len(distinct), dtype=torch.float64, device=device)
-    copies = MaskedCopies(distinct, vocabulary, within_word, is_whole=model.rtd is not None)
+    if words is not None:
+        of_sentence = dict(zip(map(tuple, sentences), words, strict=True))
+        words = [of_sentence[sentence] for sentence in distinct]
+    copies = MaskedCopies(distinct, vocabulary, words, is_whole=model.rtd is not None)
     fastest = PASS_TOKENS.get(device.type, PASS_TOKENS["cuda"])
     passes = list(copies.passes(min(fastest, most_tokens)))
     was_training = model.training
@@ -96,6 +100,7 @@ def count_work(sentences: list[list[int]], model: PretrainingModel) -> int:
 class MaskedCopies:
     """All copies of some sentences with one token masked, in the order of the sentences.
 
+    words: the number of each token's word in its sentence, or None; as in `score_sentences`.
     is_whole: each sentence once, with no token masked.
     """
 
@@ -103,16 +108,17 @@ class MaskedCopies:
         self,
         sentences: list[tuple[int, ...]],
         vocabulary: Vocabulary,
-        within_word: bool,
+        words: list[list[int | None]] | None = None,
         is_whole: bool = False,
     ):
-        self.mask_id, self.within_word = vocabulary["[MASK]"], within_word
-        self.is_whole = is_whole
+        self.mask_id, self.is_whole = vocabulary["[MASK]"], is_whole
         lengths = np.array([len(sentence) for sentence in sentences])
         self.tokens = np.concatenate([np.array(s, np.int64) for s in sentences])  # end to end
         self.ends = np.cumsum(lengths)
         self.starts = self.ends - lengths
-        self.word = np.cumsum(~vocabulary.continues[self.tokens])  # number of each token's word
+        if words is not None:
+            words = np.concatenate([np.array(word, float) for word in words])  # NaN: in no word
+        self.words = words
         specials = [vocabulary[name] for name in SPECIALS]
         self.place = np.flatnonzero(~np.isin(self.tokens, specials))  # masked in copy i
         self.sentence = np.repeat(np.arange(len(sentences)), lengths)[self.place]
@@ -136,8 +142,8 @@ class MaskedCopies:
         is_hidden = source == target
         if self.is_whole:
             is_hidden = np.zeros_like(is_hidden)
-        elif self.within_word:
-            is_hidden = (self.word[source] == self.word[target]) & (source >= target)
+        elif self.words is not None:
+            is_hidden |= (self.words[source] == self.words[target]) & (source > target)
         ids = np.where(is_hidden, self.mask_id, self.tokens[source])
         masked = np.cumsum(lengths) - ends + place
         arrays = map(torch.from_numpy, (ids, lengths, masked, self.tokens[place]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
+from data_pipeline.build.probes import MinimalPair, encode, read_pairs
 from data_pipeline.common.errors import check, run_command
 from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.common.system import progress_bar
@@ -42,7 +42,9 @@ def measure(
         configure_cpu()
     model, vocabulary = load_export(model_dir), read_vocabulary(model_dir)
     texts = [pair.good for pair in pairs] + [pair.bad for pair in pairs]
-    sentences = encode_texts(model_dir, texts)
+    encodings = encode(model_dir, texts)
+    sentences = [encoding.ids for encoding in encodings]
+    words = [encoding.word_ids for encoding in encodings] if within_word else None
     check_lengths(sentences, vocabulary, model.config.max_position_embeddings)
     paradigms = [pair.paradigm for pair in pairs]
     unigram = {}
@@ -54,7 +56,7 @@ def measure(
     began = time.perf_counter()
     with progress_bar("scoring", count_work(sentences, model), "tokens") as bar:
         scores = score_sentences(
-            model, sentences, vocabulary, accelerator, within_word, advance=bar.update
+            model, sentences, vocabulary, accelerator, words, advance=bar.update
         )
     speed = len(pairs) / (time.perf_counter() - began)
     accuracy = by_phenomenon(paradigms, prefers_good(scores))

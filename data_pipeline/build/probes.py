@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tokenizers import Encoding
+
 from data_pipeline.common.errors import UserError, check
 from data_pipeline.common.folders import write_file
 from data_pipeline.common.reading import parse_json, read_utf8
@@ -149,7 +151,12 @@ def parse_tsv(line: str, paradigm: str, place: str) -> MinimalPair:
 
 
 def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
-    """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP].
+    """Encode texts by the `tokenizer.json` in `folder`, with [CLS] and [SEP], as `encode`."""
+    return [encoding.ids for encoding in encode(folder, texts)]
+
+
+def encode(folder: Path, texts: list[str]) -> list[Encoding]:
+    """Encode texts with [CLS] and [SEP], and keep which word each token belongs to.
 
     A [MASK] in a text is the mask token, whatever the tokenizer calls it.
     Raises `UserError` for a text without tokens, such as one of control characters.
@@ -162,9 +169,9 @@ def encode_texts(folder: Path, texts: list[str]) -> list[list[int]]:
             f"{text!r} has an unpaired surrogate, as of a byte that is not UTF-8; remove it",
         )
     texts = [text.replace("[MASK]", mask) for text in texts]
-    found = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-    for ids, text in zip(found, texts, strict=True):
-        check(len(ids) > 2, f"{text!r} has no token in this vocabulary; remove it")
+    found = tokenizer.encode_batch(texts)
+    for encoding, text in zip(found, texts, strict=True):
+        check(len(encoding.ids) > 2, f"{text!r} has no token in this vocabulary; remove it")
     return found
 
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from helpers import ROOT
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.build.probes import MinimalPair, encode_texts, read_pairs
+from data_pipeline.build.probes import MinimalPair, encode, encode_texts, read_pairs
 from data_pipeline.common.errors import UserError
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import read_vocabulary
@@ -52,12 +52,12 @@ def slow_score(export: Path, text: str, within_word: bool) -> float:
     tokenizer = AutoTokenizer.from_pretrained(export)
     model = BertForMaskedLM.from_pretrained(export).eval()
     ids, total = tokenizer(text)["input_ids"], 0.0
-    pieces = tokenizer.convert_ids_to_tokens(ids)
+    words = tokenizer(text).word_ids()
     for i in range(1, len(ids) - 1):
         hidden = [*ids]
         hidden[i] = tokenizer.mask_token_id
         k = i + 1
-        while within_word and pieces[k].startswith("##"):
+        while within_word and words[k] == words[i]:
             hidden[k] = tokenizer.mask_token_id
             k += 1
         with torch.no_grad():
@@ -71,14 +71,15 @@ def slow_score(export: Path, text: str, within_word: bool) -> float:
 def test_scores_are_those_of_transformers(straight, monkeypatch, within_word, pass_tokens) -> None:
     monkeypatch.setitem(probes.PASS_TOKENS, "cpu", pass_tokens)
     export, texts, done = straight / "export", [text for pair in PAIRS for text in pair], []
-    sentences = encode_texts(export, texts)
+    encodings = encode(export, texts)
+    sentences = [encoding.ids for encoding in encodings]
     model = load_export(export)
     scores = probes.score_sentences(
         model,
         sentences,
         read_vocabulary(export),
         Accelerator(cpu=True),
-        within_word,
+        [encoding.word_ids for encoding in encodings] if within_word else None,
         done.append,
     )
     wanted = [slow_score(export, text, within_word) for text in texts]
@@ -286,9 +287,9 @@ def test_the_good_sentence_is_the_first_one_and_the_baseline_counts_the_training
     export, asked = straight / "export", []
     vocabulary = read_vocabulary(export)
 
-    def note(model, sentences, vocabulary, accelerator, within_word, advance):
-        asked.append(within_word)
-        return probes.score_sentences(model, sentences, vocabulary, accelerator, within_word)
+    def note(model, sentences, vocabulary, accelerator, words, advance):
+        asked.append(words is not None)
+        return probes.score_sentences(model, sentences, vocabulary, accelerator, words)
 
     monkeypatch.setattr(minimal_pairs, "score_sentences", note)
     seen, held_out = (

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 
 from data_pipeline.build.prepare import prepare
-from data_pipeline.build.probes import encode_texts
+from data_pipeline.build.probes import encode, encode_texts
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError
 from data_pipeline.config import CorpusConfig, DataConfig, PairsConfig, VocabConfig
@@ -33,6 +33,7 @@ from data_pipeline.vocabulary.words import (
     read_ids,
     write_ids,
 )
+from pretrain.probes import MaskedCopies
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -155,6 +156,24 @@ def test_words_are_the_pre_tokens_of_the_tokenizer(data: Path):
     if vocabulary.begin == "Ġ":  # punctuation is a word of its own, though it has no mark
         comma = vocabulary[","]
         assert not vocabulary.continues[comma] and starts[store.tokens == comma].mean() > 0.8
+
+
+def test_a_probe_hides_the_rest_of_a_word_as_the_pre_tokenizer_divides_them(data: Path):
+    """In byte-level BPE an apostrophe begins a word, which none of its pieces shows."""
+    tokenizer, vocabulary = load_tokenizer(data / "vocab"), read_vocabulary(data / "vocab")
+    text, mask = "they don't re-read (incomprehensible) things.", vocabulary["[MASK]"]
+    (found,) = encode(data / "vocab", [text])
+    copies = MaskedCopies([tuple(found.ids)], vocabulary, [found.word_ids])
+    batch, _ = copies.build(0, len(found.ids) - 2)
+    spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    wanted = []
+    for i, (begin, _) in enumerate(found.offsets[1:-1], 1):
+        (word_end,) = (end for start, end in spans if start <= begin < end)
+        for k, (_, end) in enumerate(found.offsets):
+            is_hidden = k == i or i < k < len(found.ids) - 1 and end <= word_end
+            wanted.append(mask if is_hidden else found.ids[k])
+    assert batch.input_ids.tolist() == wanted
+    assert wanted.count(mask) > len(found.ids)
 
 
 CHINESE = (
