@@ -45,7 +45,7 @@ def start_from(
     Returns lines that say what was used, and the names of the heads that start at random, such as
     "nsp". Raises `UserError` if the folder does not fit.
     """
-    folder, lines, new_heads = Path(folder).expanduser(), [], []
+    folder, lines, given, new_heads = Path(folder).expanduser(), [], [], []
     for name, part in reversed(model.parts().items()):  # shared embeddings come from the first
         if name and not (folder / name).is_dir():
             lines.append(f"no {folder / name}, so the {name} starts at random")
@@ -55,6 +55,10 @@ def start_from(
             check_same(folder / name, part.config, SAME + others)
             line, new_heads = copy_weights(folder / name, part, pieces)  # last of the whole model
             lines.append(line)
+            if name:
+                given = [tensor.clone() for tensor in part.embeddings.parameters()]
+            elif not all(map(torch.equal, given, part.embeddings.parameters())):
+                lines[0] += "; its embeddings are not used, since those of the model differ"
     return lines[::-1], new_heads
 
 

@@ -152,7 +152,8 @@ def test_the_generator_of_an_electra_is_in_a_folder_of_its_own(
         read_config(prepared, tmp_path / "in", "data.objective=none")
     (generator / "config.json").write_text(json.dumps(settings))
     model, said = start(config)
-    assert said == f"starts from {tmp_path / 'in'}\nstarts from {generator}"
+    note = "its embeddings are not used, since those of the model differ"
+    assert said == f"starts from {tmp_path / 'in'}\nstarts from {generator}; {note}"
     found, wanted = model.parts()["generator"], weights_of(generator)
     wanted |= {n: t for n, t in weights_of(tmp_path / "in").items() if ".embeddings." in n}
     for name, tensor in config.model.family.to_hf(found.state_dict()).items():
@@ -161,6 +162,10 @@ def test_the_generator_of_an_electra_is_in_a_folder_of_its_own(
         (generator / name).unlink()
     model, said = start(config, [*read_vocabulary(vocab_dir).pieces, "newpiece"])
     assert said.count("1,024 pieces of its vocabulary, and 1 new ones as means") == 2
+    both = {n: t for n, t in weights_of(tmp_path / "in").items() if ".embeddings." in n}
+    weights = weights_of(generator) | both
+    save_file(weights, generator / "model.safetensors", {"format": "pt"})
+    assert start(config)[1] == f"starts from {tmp_path / 'in'}\nstarts from {generator}"
     train_here(prepared, tmp_path / "run", f"init_from={tmp_path / 'in'}", "data.objective=none")
     assert load_export(tmp_path / "run/export").config.generator_size == 0.5
 
