@@ -182,10 +182,18 @@ def read_lines(path: Path) -> list[str]:
 
 
 def is_berts(tokenizer: dict) -> bool:
-    """Tell whether a `tokenizer.json` is BERT's: its normaliser, pre-tokeniser and WordPiece, and
-    no tokens that divide text except the special ones; {} means no file, and counts as BERT's."""
-    if not tokenizer:
-        return True
+    """Tell whether a `tokenizer.json` is BERT's, with no added tokens besides its special ones,
+    which would divide text before all rules; {} means no file, and counts as BERT's."""
+    return not tokenizer or has_berts_rules(tokenizer) and not other_tokens(tokenizer)
+
+
+def other_tokens(tokenizer: dict) -> list[str]:
+    added = (token["content"] for token in tokenizer.get("added_tokens", []))
+    return [token for token in added if token not in SPECIAL_TOKENS]
+
+
+def has_berts_rules(tokenizer: dict) -> bool:
+    """Tell whether a `tokenizer.json` has BERT's normaliser, pre-tokeniser and WordPiece."""
     model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
     found = (
         model.get("type", "WordPiece"),
@@ -196,8 +204,7 @@ def is_berts(tokenizer: dict) -> bool:
         model.get("max_input_chars_per_word", MAX_WORD_CHARACTERS),
     )
     berts = ("WordPiece", "BertNormalizer", True, "BertPreTokenizer", "##", MAX_WORD_CHARACTERS)
-    added = {token["content"] for token in tokenizer.get("added_tokens", [])}
-    return found == berts and added <= {*SPECIAL_TOKENS} <= model["vocab"].keys()
+    return found == berts and {*SPECIAL_TOKENS} <= model["vocab"].keys()
 
 
 def pieces_of(tokenizer: dict, path: Path) -> list[str]:
@@ -228,6 +235,9 @@ def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Pa
     """Raise `UserError` if a tokenizer of another kind than BERT's cannot be used as a whole."""
     model = tokenizer["model"]
     kind = f"{path} has {model.get('type', 'WordPiece')} with other text rules than BERT's"
+    if has_berts_rules(tokenizer):
+        more = " ".join(other_tokens(tokenizer)[:3])
+        kind = f"{path} has added tokens that divide text before BERT's rules apply ({more})"
     check(vocab.extend is None, f"{kind}, so vocab.extend cannot add to it; remove vocab.extend")
     check(
         bool(tokenizer.get("pre_tokenizer")),
@@ -237,8 +247,8 @@ def check_whole(tokenizer: dict, pieces: list[str], vocab: VocabConfig, path: Pa
     added = [t["content"] for t in tokenizer.get("added_tokens", []) if not t.get("special")]
     check(
         not added,
-        f"{kind}, and {len(added)} added tokens ({added[:1]}...) that divide text before these "
-        "rules apply; remove them from added_tokens, but not from the pieces",
+        f"{path} has {len(added)} added tokens ({added[:1]}...) that divide text before its rules "
+        "apply; remove them from added_tokens, but not from the pieces",
     )
     broken = [piece for piece in pieces if {"\n", "\r"} & {*piece}]
     check(not broken, f"{kind}, and a piece with a line end, {broken[:1]}, which is not supported")

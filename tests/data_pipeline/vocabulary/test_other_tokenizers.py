@@ -336,6 +336,14 @@ def test_a_bert_with_rules_of_its_own_is_taken_whole(prepared: Path, tmp_path: P
     assert (piece in kept.all_special_tokens) == (change == "added token")
 
 
+def test_an_added_token_is_named_where_it_keeps_a_bert_from_being_extended(
+    prepared: Path, tmp_path: Path
+):
+    change(prepared / "data/vocab", tmp_path, add_entity)
+    with pytest.raises(UserError, match=r"added tokens .* \(\[ENT\]\), so vocab.extend cannot"):
+        read_existing(VocabConfig(path=str(tmp_path), extend=10))
+
+
 def test_padding_and_truncation_of_a_file_are_not_taken(folder: Path, tmp_path: Path):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_padding(length=99)
@@ -363,6 +371,11 @@ def add_piece(value: dict) -> None:
     value["added_tokens"].append(entry)
 
 
+def add_entity(value: dict) -> None:
+    entry = dict(value["added_tokens"][0], content="[ENT]", special=True)
+    value["added_tokens"].append(entry | {"id": len(list_pieces(value))})
+
+
 def add_line_end(value: dict) -> None:
     entry = dict(value["added_tokens"][0], content="a\rb", special=True)
     value["added_tokens"].append(entry | {"id": len(list_pieces(value))})
@@ -380,7 +393,7 @@ def drop_mask(value: dict) -> None:
     [
         (lambda value: value.update(pre_tokenizer=None), "no pre-tokeniser to find words with"),
         (add_word, "1 added tokens outside its vocabulary .*give a tokenizer without them"),
-        (add_piece, "1 added tokens .* that divide text before these rules apply; remove them"),
+        (add_piece, "1 added tokens .* that divide text before its rules apply; remove them"),
         (drop_mask, r"lacks \[MASK\]"),
         (add_line_end, "a piece with a line end"),
         (lambda value: value["model"].update(dropout=0.1), "drops merges at random; set its"),
