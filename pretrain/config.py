@@ -401,8 +401,8 @@ class Config(DataConfig):
     def validate_length(self, data: PairsConfig) -> None:
         advice = "; lower it, or raise model.max_position_embeddings"
         if self.init_from:
-            advice = f", the positions of {self.init_from}; lower it, or export that run again "
-            advice += "with --positions"
+            advice = f", the positions of {self.init_from}; lower it, or give a model with more, "
+            advice += "such as an export with --positions"
         check(
             data.max_seq_length <= self.model.max_position_embeddings,
             f"data.max_seq_length {data.max_seq_length} exceeds model.max_position_embeddings "

@@ -312,11 +312,12 @@ def check_computable(settings: Mapping[str, Any], path: Path | str) -> None:
 
     path: where they stand, for errors.
     """
-    check(
-        not settings.get("is_decoder"),
-        f"{path}: is_decoder is true, which makes attention causal; models here read both sides, "
-        "so give a model without it",
-    )
+    for name in ("is_decoder", "add_cross_attention"):
+        check(
+            not settings.get(name),
+            f"{path}: {name} is true, as in a decoder; models here read both sides of one text, so "
+            "give a model without it",
+        )
     check(
         settings.get("inner_group_num") in (None, 1),
         f"{path}: inner_group_num is {settings.get('inner_group_num')}, but a group has one layer "

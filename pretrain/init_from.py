@@ -19,7 +19,7 @@ from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import COUNT, check_regular, read_json, read_utf8
 from data_pipeline.sampling.vocabulary import OTHER_NAMES, Vocabulary, list_pieces
 from pretrain.config import ModelConfig
-from pretrain.families import read_hf_config, read_settings
+from pretrain.families import SETTINGS, SHARED, read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.electra import GENERATOR
 
@@ -31,7 +31,8 @@ PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
 BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
-SAME = ("num_attention_heads", "hidden_act", "layer_norm_eps")  # not visible in tensor shapes
+SAME = (*SHARED, *(name for name in SETTINGS if name.endswith(("_size", "_embeddings"))))
+SAME += ("num_attention_heads", "hidden_act", "layer_norm_eps")  # layers may be fewer
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
@@ -51,8 +52,8 @@ def start_from(
             lines.append(f"no {folder / name}, so the {name} starts at random")
         else:
             # RoBERTa counts positions from the id of padding
-            others = ("pad_token_id",) if part.config.family.counts_from_pad else ()
-            check_same(folder / name, part.config, SAME + others)
+            first = ("pad_token_id",) if part.config.family.counts_from_pad else ()
+            check_same(folder / name, part.config, first + SAME)
             line, new_heads = copy_weights(folder / name, part, pieces)  # last of the whole model
             lines.append(line)
             if name:
@@ -78,8 +79,8 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
     missing = [names[name] for name in state if names[name] not in weights and name not in fresh]
     check(
         not missing,
-        f"init_from {folder} lacks {' and '.join(missing[:2])}; remove the sizes from the section "
-        "model, since the folder sets them, or give another folder",
+        f"init_from {folder} lacks {' and '.join(missing[:2])}, which a model of the config "
+        "has; lower model.num_hidden_layers, or put the files of one model there",
     )
     words = weights[names["embeddings.word.weight"]]
     own = read_pieces(folder)
@@ -99,8 +100,8 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
         is_carried = name in PER_PIECE and sources is not None  # row by row, from as many as it has
         check(
             value.shape[is_carried:] == ours.shape[is_carried:],
-            f"init_from {folder} has {names[name]} of {size_of(value)}, but the config makes it "
-            f"{size_of(ours)}; remove the sizes from the section model, since the folder sets them",
+            f"init_from {folder} has {names[name]} of {size_of(value)}, but its config.json makes "
+            f"it {size_of(ours)}; put the files of one model there",
         )
         ours.copy_(carry_rows(value, sources, ours) if is_carried else value)
     check_tied(weights, words, folder)

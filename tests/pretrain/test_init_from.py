@@ -313,7 +313,8 @@ def test_a_folder_from_tensorflow_has_older_names_and_a_decoder(
 @pytest.mark.parametrize(
     ("settings", "overrides", "named"),
     [
-        ({"is_decoder": True}, (), "is_decoder is true, which makes attention causal"),
+        ({"is_decoder": True}, (), "is_decoder is true, as in a decoder; models here read both"),
+        ({"add_cross_attention": True}, (), "add_cross_attention is true, as in a decoder"),
         (
             {"position_embedding_type": "relative_key_query"},
             (),
@@ -342,13 +343,33 @@ def test_a_config_that_cannot_be_computed_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_sizes_that_differ_are_refused_by_name(folder, prepared) -> None:
+def test_sizes_that_differ_are_refused_by_name(folder, prepared, tmp_path) -> None:
     pieces = read_vocabulary(folder).pieces
-    for own in (None, [*pieces, "new"]):  # whose rows are carried one by one
-        with pytest.raises(UserError, match=r"of 1024 x 32, but the config makes it \d* x 64"):
-            start(read_config(prepared, folder, "model.hidden_size=64"), own)
-    with pytest.raises(UserError, match=r"lacks bert.encoder.layer.2.* remove the sizes from"):
-        start(read_config(prepared, folder, "model.num_hidden_layers=3"))
+    sizes = {"hidden_size": (32, 64), "intermediate_size": (128, 96)}
+    sizes |= {"max_position_embeddings": (64, 80), "type_vocab_size": (2, 3)}
+    for name, (theirs, ours) in sizes.items():
+        config = read_config(prepared, folder, f"model.{name}={ours}")
+        wanted = f"{name} is {theirs}, but {ours} in this run; remove model.{name}"
+        with pytest.raises(UserError, match=wanted):
+            start(config)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((folder / "config.json").read_text())
+    for name, number, message in (
+        (
+            "hidden_size",
+            64,
+            r"of 1024 x 32, but its config.json makes it \d* x 64; put the files of",
+        ),
+        (
+            "num_hidden_layers",
+            3,
+            r"lacks bert.encoder.layer.2.* which a model of the config has; lower",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(settings | {name: number}))
+        for own in (None, [*pieces, "new"]):  # whose rows are carried one by one
+            with pytest.raises(UserError, match=message):
+                start(read_config(prepared, tmp_path, f"model.{name}={number}"), own)
 
 
 def test_settings_that_no_shape_tells_are_refused(folder, prepared, vocab_dir, tmp_path) -> None:
