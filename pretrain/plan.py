@@ -52,29 +52,19 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
     cards: numbers of GPUs to estimate time for.
     Raises `UserError` for what `train` would refuse.
     """
-    train, phases = config.train, phases_of(config)
-    accelerator = build_accelerator(train, phases)
-    if has_store(config):
-        (store, sources), assumed = open_token_store(config, phases), None
-        if given:
-            found = f"{config.data_dir} holds {len(store):,} tokens to train on"
-            print(f"--tokens ignored: the store at {found}")
-    else:
-        assumed = assume_data(config, given)
-        store, sources = assumed.store, build_sources(phases, assumed.store)
-        print(*assumed.lines, sep="\n")
+    phases = phases_of(config)
+    accelerator = build_accelerator(config.train, phases)
+    store, sources, assumed = find_data(config, phases, given)
     fingerprint_run(config, store, accelerator)
     counts = np.ones(len(store.vocabulary)) if assumed else sample_counts(store)
-    inside = 0.0 if assumed else share_inside(store)
     model = build_model(config, torch.from_numpy(counts))
     if config.init_from:  # before a long preparation, too
         start_from(config.init_from, model, store.vocabulary.pieces)
     model.to(accelerator.device)
-    weights, embeddings, encoder = map(count_weights, (model, model.embeddings, model.layers))
-    rows = {"parameters": f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"}
-    for name, part in list(model.parts().items())[1:]:
-        rows["parameters"] += f"; {name} {count_weights(part):,}, sharing the embeddings"
-    total, fed, unusual = 0.0, [], []
+    rows, total, unusual = {"parameters": describe_parameters(model)}, 0.0, []
+    inside = 0.0 if assumed else share_inside(store)
+    is_given = assumed or config.init_from or config.vocab.path
+    of_words = None if is_given else counts[store.vocabulary.ordinary]
     for i, (phase, source) in enumerate(zip(phases, sources, strict=True)):
         sample = source.batch(0, min(SAMPLE, source.part_size(0)))
         steps, size = phase.end - phase.start, phase.train.global_batch_size
@@ -82,41 +72,15 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         operations = model.count_flops(sample)
         epochs, of_what = describe_epochs(source, steps * size, tokens, assumed)
         total += operations / len(sample.next_sentence_label) * steps * size
-        fed.append(phase.data.max_seq_length * min(phase.train.micro_batch_size, size))  # at most
         rows[f"phase {i}" if len(phases) > 1 else "the run"] = (
             f"{steps:,} steps of {size:,} sequences, {of_what}; "
             f"{operations / len(sample.input_ids):.3g} FLOPs per token"
         )
-        is_given = assumed or config.init_from or config.vocab.path
-        of_words = None if is_given else counts[store.vocabulary.ordinary]
         unusual += list_unusual(phase, epochs, tokens, of_words, inside)
-    largest = fed.index(max(fed))
-    activations = measure_activations(model, sources[largest], fed[largest], accelerator)
-    optimizers = build_optimizers(model, train, matrix_dtype(accelerator))
-    most = min(phases[0].train.micro_batch_size, phases[0].train.global_batch_size)
-    if is_compiled(train, accelerator):
-        model.compile_layers()
-    speed, update_s = try_steps(model, optimizers, sources[0], most, accelerator)
-    kept = (values for one in optimizers for values in one.state.values())
-    optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
-    saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
-    all_saved = count_kept(train) * saved
-    here = total / speed + train.max_steps * update_s
     if assumed and assumed.preparation:
         rows["preparation"] = describe_preparation(assumed.preparation)
-    rows |= {
-        "operations": f"{total:.3g} FLOPs",
-        "device memory": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
-        f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
-        "disk": (
-            f"{mb(saved)} per checkpoint, {mb(all_saved)} for all that are kept and one being "
-            "written"
-        ),
-        "time here": (
-            f"{say_duration(here)} in one process, measured at {speed / 1e12:.3g} TFLOPS on "
-            f"{accelerator.device.type}"
-        ),
-    }
+    rows["operations"] = f"{total:.3g} FLOPs"
+    rows |= measure_here(config, phases, sources, model, total, accelerator)
     for n in cards:
         rows[f"time on {n} {CARD}"] = estimate_time(
             total, phases, n, config.model.num_hidden_layers
@@ -125,6 +89,72 @@ def plan(config: Config, given: float | None = None, cards: Sequence[int] = CARD
         print(f"{name:20}{value}")
     for line in dict.fromkeys(unusual):
         print(f"warning: {line}")
+
+
+def find_data(
+    config: Config, phases: list[Phase], given: float | None
+) -> tuple[TokenStore, list[BatchSource], Assumed | None]:
+    """Open the prepared store, or assume one; returns it, the source of each phase, and what was
+    assumed."""
+    if has_store(config):
+        store, sources = open_token_store(config, phases)
+        if given:
+            found = f"{config.data_dir} holds {len(store):,} tokens to train on"
+            print(f"--tokens ignored: the store at {found}")
+        return store, sources, None
+    assumed = assume_data(config, given)
+    print(*assumed.lines, sep="\n")
+    return assumed.store, build_sources(phases, assumed.store), assumed
+
+
+def describe_parameters(model: PretrainingModel) -> str:
+    """Describe how many parameters a model has, and where."""
+    weights, embeddings, encoder = map(count_weights, (model, model.embeddings, model.layers))
+    line = f"{weights:,}: embeddings {embeddings:,}, encoder {encoder:,}"
+    for name, part in list(model.parts().items())[1:]:
+        line += f"; {name} {count_weights(part):,}, sharing the embeddings"
+    return line
+
+
+def measure_here(
+    config: Config,
+    phases: list[Phase],
+    sources: list[BatchSource],
+    model: PretrainingModel,
+    operations: float,
+    accelerator: Accelerator,
+) -> dict[str, str]:
+    """Try the model for some seconds, and describe the memory, disk space and time of the run on
+    this machine.
+
+    operations: FLOPs of the whole run.
+    """
+    train, weights = config.train, count_weights(model)
+    sizes = [min(p.train.micro_batch_size, p.train.global_batch_size) for p in phases]
+    fed = [p.data.max_seq_length * n for p, n in zip(phases, sizes, strict=True)]  # at most
+    largest = fed.index(max(fed))
+    activations = measure_activations(model, sources[largest], fed[largest], accelerator)
+    optimizers = build_optimizers(model, train, matrix_dtype(accelerator))
+    if is_compiled(train, accelerator):
+        model.compile_layers()
+    speed, update_s = try_steps(model, optimizers, sources[0], sizes[0], accelerator)
+    kept = (values for one in optimizers for values in one.state.values())
+    optimizer = sum(v.numel() * v.element_size() for values in kept for v in values.values())
+    saved, memory = 4 * weights + optimizer, 8 * weights + optimizer + activations
+    all_saved = count_kept(train) * saved
+    seconds = operations / speed + train.max_steps * update_s
+    return {
+        "device memory": f"{mb(memory)}: weights and gradients {mb(8 * weights)}, "
+        f"{train.optimizer} {mb(optimizer)}, activations {mb(activations)}",
+        "disk": (
+            f"{mb(saved)} per checkpoint, {mb(all_saved)} for all that are kept and one being "
+            "written"
+        ),
+        "time here": (
+            f"{say_duration(seconds)} in one process, measured at {speed / 1e12:.3g} TFLOPS on "
+            f"{accelerator.device.type}"
+        ),
+    }
 
 
 def describe_epochs(
