@@ -22,7 +22,7 @@ FLOORS = [
         "manifest vocabulary token_store soundness exchange pairs masking batches batch_source "
         "baselines",
     ),
-    ("data_pipeline.corpus", "python_docs files readers sources selection"),
+    ("data_pipeline.corpus", "python_docs files encodings readers sources selection"),
     ("data_pipeline.vocabulary", "words training existing coverage"),
     ("data_pipeline.build", "workers identity sentences encode assemble probes stages prepare"),
     ("data_pipeline.report", "audit checks page __main__"),

@@ -20,17 +20,8 @@ import numpy as np
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.reading import find_delimiter
 from data_pipeline.config import DatasetConfig, SourceConfig, to_list
-from data_pipeline.corpus.files import (
-    SLOW,
-    SURE_ABOVE,
-    check_start,
-    compression,
-    count_utf8,
-    is_utf8,
-    not_text,
-    open_bytes,
-    read,
-)
+from data_pipeline.corpus.encodings import Utf8Watch, check_start, decoding_error
+from data_pipeline.corpus.files import SLOW, compression, open_bytes, read
 
 MOST_CHARACTERS = 1 << 24  # of a line or a document, which is held as a whole
 MOST_RATIO, SURE_BYTES = 200, 1 << 26  # unpacked / packed bytes, beyond the first 64 MB
@@ -77,9 +68,7 @@ def left_out(rejects: dict[str, int]) -> str:
 def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
     """Yield the text of a file chunk in blocks, decoded and cleaned (see `clean_text`)."""
     decoder = codecs.getincrementaldecoder(source.encoding)(source.errors)
-    position, pending = chunk.start, ""
-    first, continuing = None, 0  # byte that is not ASCII; bytes of UTF-8 after such
-    is_known = is_utf8(source)  # or is not UTF-8
+    position, pending, watch = chunk.start, "", Utf8Watch(chunk.path, source)
     with open_bytes(chunk.path) as file:
         if chunk.start:
             file.seek(chunk.start)
@@ -89,25 +78,11 @@ def read_text(chunk: FileChunk, source: SourceConfig) -> Iterator[str]:
             block = read(file, wanted, chunk.path)
             if position == 0:
                 check_start(chunk.path, source, block)
-            if not is_known and not block.isascii():
-                if first is None:
-                    first = position + next(i for i, byte in enumerate(block) if byte > 127)
-                found = count_utf8(block, position == 0)
-                is_known, continuing = found is None, continuing + (found or 0)
-                if continuing >= SURE_ABOVE and not is_known:
-                    reason = "the text from there on is valid UTF-8"
-                    raise not_text(chunk.path, source, first, reason, block)
+            watch.look(block, position)
             try:
                 text = pending + decoder.decode(block, final=not block)
             except UnicodeError as error:
-                offset, reason, seen = position, str(error), block  # UTF-16 without a BOM
-                if isinstance(error, UnicodeDecodeError):
-                    offset += len(block) - len(error.object) + error.start
-                    line = error.object.rfind(b"\n", 0, error.start) + 1
-                    reason, seen = error.reason, error.object[line:]
-                if not block and is_utf8(source):  # all before it was UTF-8
-                    seen = None
-                raise not_text(chunk.path, source, offset, reason, seen) from None
+                raise decoding_error(chunk.path, source, error, block, position) from None
             if position == 0:
                 text = text.removeprefix("\ufeff")
             pending = ""
