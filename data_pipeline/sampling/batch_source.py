@@ -93,23 +93,15 @@ class BatchSource:
         return cut_segments(store, self.max_tokens, both_ways=self.data.objective == "sop")
 
     def draw_part(self, number: int) -> np.ndarray:
-        rules = {
-            "max_seq_length": self.data.max_seq_length,
-            "objective": self.data.objective,
-            "single_segment_prob": self.data.single_segment_prob,
-            "short_seq_prob": self.data.short_seq_prob,
-            "seed": self.seed,
-            "epoch": number,
-        }
         if self.segments is not None:
-            return draw_pairs(self.store, self.segments, **rules)
+            return draw_pairs(self.store, self.segments, self.data, self.seed, number)
         epoch, place = divmod(number, self.n_parts)
         stream = derive_stream(self.seed, epoch, Stream.PARTS)
         documents = deal_documents(self.store, self.n_parts, stream)[place]
         if not len(documents):
             return np.empty(0, PAIR)
         view = StoreView(self.store, documents)
-        pairs = draw_pairs(view, self.cut(view), **rules)
+        pairs = draw_pairs(view, self.cut(view), self.data, self.seed, number)
         for start, end in (("a_start", "a_end"), ("b_start", "b_end")):
             length = pairs[end] - pairs[start]
             pairs[start] = view.in_store(pairs[start])

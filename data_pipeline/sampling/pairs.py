@@ -24,6 +24,7 @@ import numpy as np
 from data_pipeline.common.arrays import run_starts
 from data_pipeline.common.errors import UserError
 from data_pipeline.common.streams import Stream, derive_stream, random_below, random_u64
+from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.exchange import exchange_second_segments, sort_rows
 from data_pipeline.sampling.token_store import StoreView, TokenStore, count_parts, find_run_edges
 
@@ -112,15 +113,7 @@ def number_texts(store: TokenStore | StoreView) -> np.ndarray:
 
 
 def draw_pairs(
-    store: TokenStore | StoreView,
-    segments: Segments,
-    *,
-    max_seq_length: int,
-    objective: str,
-    single_segment_prob: float = 0.0,
-    short_seq_prob: float,
-    seed: int,
-    epoch: int,
+    store: TokenStore | StoreView, segments: Segments, data: PairsConfig, seed: int, epoch: int
 ) -> np.ndarray:
     """Draw the pairs of one epoch, in the order of training; a pure function of its arguments.
 
@@ -132,7 +125,8 @@ def draw_pairs(
     """
     if not len(segments.document):
         raise UserError("the corpus has no text to build sequences from; add text")
-    max_tokens = max_seq_length - SPECIALS[objective]
+    objective, short_seq_prob = data.objective, data.short_seq_prob
+    max_tokens = data.max_seq_length - SPECIALS[objective]
     cuts = derive_stream(seed, epoch, Stream.CHUNKS)
     starts = chunk_starts(segments, max_tokens, short_seq_prob, cuts)
     if objective == "sop":
@@ -141,7 +135,7 @@ def draw_pairs(
         starts = choose_directions(segments, starts, back, directions)
     edges = np.append(segments.offsets[starts], segments.offsets[-1])
     order = derive_stream(seed, epoch, Stream.ORDER)
-    share = 1.0 if objective == "none" else single_segment_prob
+    share = 1.0 if objective == "none" else data.single_segment_prob
     single = choose_share(len(starts), share, derive_stream(seed, epoch, Stream.SINGLE))
     a, b = edges[:-1][single], edges[1:][single]
     whole = a, b, b, b, np.full(len(a), NO_PAIR)

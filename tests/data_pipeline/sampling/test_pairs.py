@@ -22,6 +22,7 @@ from reference_pairs import (
 
 from data_pipeline.common import streams
 from data_pipeline.common.errors import UserError
+from data_pipeline.config import PairsConfig
 from data_pipeline.sampling import pairs as module
 from data_pipeline.sampling.exchange import BUCKET, exchange_second_segments
 from data_pipeline.sampling.pairs import cut_segments, draw_pairs
@@ -34,7 +35,9 @@ def pairs_of(store, max_seq_length: int, **rules) -> np.ndarray:
     rules = RULES | rules
     special = module.SPECIALS[rules["objective"]]
     segments = cut_segments(store, max_seq_length - special, rules["objective"] == "sop")
-    return draw_pairs(store, segments, max_seq_length=max_seq_length, **rules)
+    seed, epoch = rules.pop("seed"), rules.pop("epoch")
+    data = PairsConfig(max_seq_length=max_seq_length, **rules)
+    return draw_pairs(store, segments, data, seed, epoch)
 
 
 def lengths(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
