@@ -12,7 +12,7 @@ from data_pipeline.common.arrays import ranges
 from data_pipeline.common.errors import UserError, red
 from data_pipeline.config import PairsConfig
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.batches import Batch
+from data_pipeline.sampling.batches import Batch, lay_out_segments
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary
 from pretrain.agreement import agree_on_signal, turns
@@ -95,12 +95,10 @@ def word_sizes(store: TokenStore, pairs: np.ndarray, batch: Batch) -> np.ndarray
 
     A word that a segment cuts off counts with the tokens inside the segment.
     """
-    starts, ends = (np.stack([pairs[f"a_{x}"], pairs[f"b_{x}"]], 1) for x in ("start", "end"))
-    first = batch.cu_seqlens.numpy()[:-1, None] + 1 + [0, 1] * (1 + ends - starts)[:, :1]
-    starts, ends, first = starts.ravel(), ends.ravel(), first.ravel()
-    last = first + ends - starts
+    segments = lay_out_segments(pairs)
+    first, last = segments.text_starts, segments.text_ends
     is_start = np.zeros(len(batch.input_ids) + 1, bool)
-    is_start[ranges(first, last)] = store.starts_word(ranges(starts, ends))
+    is_start[ranges(first, last)] = store.starts_word(ranges(segments.starts, segments.ends))
     is_start[first] = is_start[last] = True  # a [SEP] ends a word
     word = np.cumsum(is_start)
     return np.bincount(word)[word[batch.masked_positions.numpy()]]

@@ -21,7 +21,7 @@ from data_pipeline.sampling.baselines import (
     unigram_entropy,
 )
 from data_pipeline.sampling.batch_source import BatchSource
-from data_pipeline.sampling.batches import build_batch
+from data_pipeline.sampling.batches import build_batch, lay_out_segments
 from data_pipeline.sampling.pairs import NO_PAIR, PAIR
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary
@@ -224,13 +224,11 @@ def read_sequences(
     for first in range(0, len(pairs), BLOCK):
         part = pairs[first : first + BLOCK]
         batch = build_batch(store, data, part, streams[first : first + BLOCK])
-        seen, cu = batch.input_ids.numpy(), batch.cu_seqlens.numpy()
-        ordinary, masked = np.ones(len(seen), bool), np.zeros(len(seen), bool)
+        segments, seen = lay_out_segments(part), batch.input_ids.numpy()
+        places = ranges(segments.starts, segments.ends)
+        ordinary = ranges(segments.text_starts, segments.text_ends)
+        masked = np.zeros(len(seen), bool)
         masked[batch.masked_positions.numpy()] = True
-        for special in (cu[:-1], cu[:-1] + part["a_end"] - part["a_start"] + 1, cu[1:] - 1):
-            ordinary[special] = False
-        spans = [np.stack([part[f"a_{x}"], part[f"b_{x}"]], 1).ravel() for x in ("start", "end")]
-        places = ranges(*spans)
         segment = batch.token_type_ids.numpy()[ordinary]
         sequence = batch.sequence_ids.numpy()[ordinary]
         starts = store.starts_word(places) | (data.masking == "token")
