@@ -4,7 +4,7 @@ import json
 import math
 import os
 import random
-import subprocess
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.sentences import sentence_splitter, split_sentences
 from data_pipeline.common.errors import UserError
+from data_pipeline.common.folders import size_of
 from data_pipeline.common.system import count_cpus
 from data_pipeline.config import DataConfig, PairsConfig
 from data_pipeline.corpus.readers import Rejects, read_documents
@@ -105,7 +106,7 @@ def measure_preparation(config: DataConfig, runs: int) -> None:
     ours, peer = [], []
     for run in range(runs):
         if run:
-            subprocess.run(["rm", "-r", str(data_dir)], check=True)
+            shutil.rmtree(data_dir)
         ours.append(watch(ours_command, until=data_dir / "vocab/vocab.txt"))
         peer.append(watch(peer_command))
     threads = count_cpus()
@@ -118,7 +119,7 @@ def measure_preparation(config: DataConfig, runs: int) -> None:
     show("peak memory of preparation, all processes", "GB", "ours <= 1", memory, threads=threads)
     manifest = json.loads((data_dir / "store/manifest.json").read_text())
     tokens = manifest["train"]["tokens"] + manifest["held_out"]["tokens"]
-    size = sum(path.stat().st_size for path in (data_dir / "store").rglob("*") if path.is_file())
+    size = size_of(data_dir / "store")
     show("store on disk, all files", "bytes/token", "ours <= 2.6", [size / tokens])
 
 

@@ -7,7 +7,6 @@ batches are padded to. The trainer's own speed stands beside that of its bare st
 """
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from pretrain.config import ModelConfig, TrainConfig
 from pretrain.metrics import peak_flops
 from pretrain.models.bert import PretrainingModel
 from pretrain.optim import build_optimizers, update, zero_gradients
+from pretrain.tracking import read_metrics
 
 SIZES = {  # fields of the section `model`
     name: {"num_hidden_layers": n, "hidden_size": d, "num_attention_heads": d // 64}
@@ -278,7 +278,7 @@ def peer(task: Task, bf16: bool, tuned: bool = True, attention: str = "sdpa") ->
     accelerator = Accelerator(cpu=task.device.type == "cpu")
     model, optimizer = accelerator.prepare(model, optimizer)
     model.train()
-    run, batches = model, [padded(batch, task.length) for batch in task.batches]
+    run, batches = model, [batch.padded(length=task.length) for batch in task.batches]
     if task.device.type == "cuda":
         # of one shape: eager after eight others; but flash_attn cuts its batches itself
         run = torch.compile(model, dynamic=None if attention == "flash_attention_2" else False)
@@ -304,16 +304,6 @@ def peer(task: Task, bf16: bool, tuned: bool = True, attention: str = "sdpa") ->
         return tokens
 
     return step
-
-
-def padded(batch: Batch, length: int) -> dict[str, torch.Tensor]:
-    """Pad a batch to the full length, as the peer's data usually are."""
-    rows = batch.padded()
-    for name, values in rows.items():
-        if values.dim() == 2:
-            rest, filler = length - values.shape[1], -100 if name == "labels" else 0
-            rows[name] = torch.nn.functional.pad(values, (0, rest), value=filler)
-    return rows
 
 
 def of_similar_length(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -399,7 +389,7 @@ def speeds(config: Path, model: dict, train: dict, others: dict, processes: int)
     with TemporaryDirectory() as run_dir:
         command += [f"run_dir={run_dir}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
-        lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
+        lines = read_metrics(Path(run_dir, "metrics.jsonl"))
         return [line for line in lines if "perf/tokens_per_second" in line][1:]
 
 

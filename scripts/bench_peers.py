@@ -66,8 +66,7 @@ def padded_examples(batch, continues: np.ndarray, length: int) -> Iterator[dict[
 
     Offsets are made up: one character per token and one between words.
     """
-    edges = batch.cu_seqlens.tolist()
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
         ids, types = batch.input_ids[start:end].numpy(), batch.token_type_ids[start:end]
         rest = [0] * (length - len(ids))
         special = np.isin(ids, (2, 3))

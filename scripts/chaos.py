@@ -13,7 +13,6 @@ of the last step. Prints a line a fault, and a table by kind; exits with code 1 
 survive.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -34,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from data_pipeline.common.arguments import config_parser  # noqa: E402
 from data_pipeline.common.errors import check, run_command  # noqa: E402
+from data_pipeline.common.folders import hash_file  # noqa: E402
 from data_pipeline.config_file import load_config  # noqa: E402
 from pretrain.checkpoint import (  # noqa: E402
     list_checkpoints,
@@ -390,7 +390,7 @@ def read_record(folder: Path) -> list[dict]:
 
 def hash_store(store: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
+        str(path.relative_to(store)): hash_file(path)
         for path in sorted(store.rglob("*"))
         if path.is_file()
     }

@@ -56,6 +56,7 @@ from pretrain.models.attention import attend, attend_padded
 from pretrain.models.bert import PretrainingModel
 from pretrain.optim import build_optimizers, update, zero_gradients
 from pretrain.sharding import clip_gradients
+from pretrain.tracking import read_metrics
 
 VOCABULARY = 500
 LENGTHS = (1, 7, 128, 129, 300, 512, 64, 33)  # below, at and above what the kernel works in
@@ -413,7 +414,7 @@ def read_weights(run_dir: Path, step: int) -> dict[str, Tensor]:
 
 def read_norms(run_dir: Path) -> list[float]:
     """Read the gradient norms that a run has logged."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    lines = read_metrics(run_dir / "metrics.jsonl")
     return [line["train/grad_norm"] for line in lines if "train/grad_norm" in line]
 
 

@@ -92,13 +92,14 @@ class Batch:
             max_length=int(np.diff(cu_seqlens.numpy()).max()),
         )
 
-    def padded(self, pad_id: int = 0) -> dict[str, torch.Tensor]:
+    def padded(self, pad_id: int = 0, length: int | None = None) -> dict[str, torch.Tensor]:
         """Pad the batch to the tensors that transformers expects.
 
-        Returns input_ids, token_type_ids, attention_mask and labels (B, max_length), and
+        length: tokens of a row; None: those of the longest sequence.
+        Returns input_ids, token_type_ids, attention_mask and labels (B, length), and
         next_sentence_label (B,). Labels are -100 where nothing is predicted.
         """
-        shape = (len(self.next_sentence_label), self.max_length)
+        shape = (len(self.next_sentence_label), length or self.max_length)
         where = (self.sequence_ids, self.position_ids)
         labels = torch.full_like(self.input_ids, -100)
         labels[self.masked_positions] = self.masked_labels
@@ -191,6 +192,11 @@ class SegmentLayout:
         places = self.edges[:-1].copy()
         places[::2] += 1  # after [CLS]
         return places
+
+    @property
+    def text_ends(self) -> np.ndarray:
+        """Token of the batch after the text of each segment: int64 (2 B,)."""
+        return self.text_starts + self.ends - self.starts
 
     @cached_property
     def cu_seqlens(self) -> np.ndarray:
