@@ -19,7 +19,7 @@ from pretrain.config import ModelConfig
 from pretrain.export_folder import FILES
 from pretrain.families import hf_config, read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
-from pretrain.models.build import check_memory, count_parameters, model_of
+from pretrain.models.build import check_memory, model_of
 from pretrain.models.electra import GENERATOR, Electra
 from pretrain.objectives import MaskedLM, ReplacedTokens
 
@@ -64,6 +64,14 @@ def load_export(folder: Path) -> PretrainingModel:
         ) from None
 
 
+def check_model(folder: Path) -> None:
+    """Raise `UserError` unless a folder holds a model of transformers."""
+    check(
+        (folder / "config.json").exists(),
+        f"no exported model in {folder}; python -m pretrain.export makes one{name_export(folder)}",
+    )
+
+
 def name_export(folder: Path) -> str:
     """Say in a message where the export is, if the folder is not one itself, such as a run
     folder."""
@@ -82,8 +90,7 @@ def check_settings(folder: Path) -> None:
     try:
         model.validate()
         pieces = settings.get("vocab_size") or 1
-        check_memory(model, pieces, "none", 1, machine_memory())
-        number = count_parameters(model, pieces, "none")
+        number = check_memory(model, pieces, "none", 1, machine_memory())
         check(
             not weights.exists() or number <= weights.stat().st_size,
             f"it describes a model of {number:,} parameters, but {weights} has fewer bytes; "

@@ -17,7 +17,7 @@ from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.common.folders import check_writable, write_file
 from data_pipeline.common.system import progress_bar
 from pretrain.families import longest_sequence
-from pretrain.read_export import check_ids, load_encoder, load_pretrained, name_export, unusable
+from pretrain.read_export import check_ids, check_model, load_encoder, load_pretrained, unusable
 
 BATCH = 64  # texts of about equal length in one pass
 TABLES = (".tsv", ".csv", ".jsonl", ".json")  # a line of which is more than a text
@@ -53,11 +53,7 @@ def embed(model_dir: Path, texts: list[str], pool: str, center: bool = False) ->
         raise UserError(
             "transformers is not installed; install it: pip install -e '.[hf]'"
         ) from None
-    check(
-        (model_dir / "config.json").exists(),
-        f"no exported model in {model_dir}; python -m pretrain.export makes one"
-        + name_export(model_dir),
-    )
+    check_model(model_dir)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     tokenizer = load_pretrained(AutoTokenizer, model_dir)

@@ -64,7 +64,7 @@ from pretrain.families import longest_sequence, read_settings
 from pretrain.model_card import project_version
 from pretrain.models.cpu import configure_cpu
 from pretrain.processes import choose_precision
-from pretrain.read_export import check_ids, load_pretrained, name_export
+from pretrain.read_export import check_ids, check_model, load_pretrained
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a frozen model's head
 TITLES = {"pretrained": "pretrained", "random": "random weights", "bow": "bag of words"}
@@ -157,11 +157,7 @@ def main() -> None:
 
 def check_settings(args: argparse.Namespace) -> None:
     """Check what needs neither data nor model, and bound `max_length` by the model's config."""
-    check(
-        (args.model / "config.json").exists(),
-        f"no exported model in {args.model}; python -m pretrain.export makes one"
-        + name_export(args.model),
-    )
+    check_model(args.model)
     check(
         (args.model / "tokenizer.json").exists(),
         f"{args.model} has no tokenizer.json; copy that of the model into it, or, where it has "

@@ -64,6 +64,7 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     Raises `UserError` that names file and line.
     """
     suffix = path.suffix.lower()
+    check(path.exists(), f"no file at {path}; give a file of examples")
     check(not path.is_dir(), f"{path} is a folder; give a file that holds all of its examples")
     if task == "qa":
         check(not columns, f"--columns: {path} is read in SQuAD's form, which has no columns")
@@ -71,7 +72,6 @@ def read_examples(path: Path, task: str, columns: dict[str, str]) -> list[Exampl
     elif task == "tagging" and suffix not in TYPED_ROWS:
         examples = list(read_conll(path, columns))
     else:
-        check(path.exists(), f"no file at {path}; give a file of examples")
         known = ", ".join(ROWS)
         advice = "rename it to" if suffix in ("", ".txt") else "convert it to"
         check(suffix in ROWS, f"{path}: unknown format {suffix!r}; {advice} one of {known}")

@@ -39,8 +39,6 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise UserError(f"{path}:{line} is not UTF-8; convert the file") from None
-    except FileNotFoundError:
-        raise UserError(f"no file at {path}; give a file of examples") from None
 
 
 def given_names(columns: dict[str, str]) -> list[str]:
@@ -150,7 +148,6 @@ def read_table(path: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict]
     from pyarrow.parquet import read_table as read_parquet
 
     kind = path.suffix.lower()
-    check(path.exists(), f"no file at {path}; give a file of examples")
     check_regular(path)
     try:
         if kind == ".parquet":

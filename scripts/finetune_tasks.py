@@ -68,8 +68,8 @@ class Task:
 
     @property
     def outputs(self) -> int:
-        """The number of scores for a sequence or token."""
-        raise NotImplementedError
+        """The number of scores for a sequence or token: of labels, or a number of its own."""
+        return len(self.labels)
 
     def target(self, example: Example) -> Any:
         """Return what `loss` compares the scores of an example with."""
@@ -146,10 +146,6 @@ class Classification(Task):
     @cached_property
     def labels(self) -> list[str]:
         return sorted({example.label for example in self.training})
-
-    @property
-    def outputs(self) -> int:
-        return len(self.labels)
 
     def target(self, example: Example) -> int:
         return index_of(example.label, self.labels, example.place)
@@ -257,10 +253,6 @@ class Tagging(Task):
     @cached_property
     def labels(self) -> list[str]:
         return sorted({tag for example in self.training for tag in example.label})
-
-    @property
-    def outputs(self) -> int:
-        return len(self.labels)
 
     def encode(self, examples, tokenizer, max_length):
         """A unit's target: positions of first pieces, their words, their tags (-100: unknown)."""
