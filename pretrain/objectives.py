@@ -40,16 +40,23 @@ class States(NamedTuple):
     sample: Sample | None = None  # None: all of the vocabulary
 
 
+class Objective:
+    """What most objectives have in common: a label for each masked token, and no baselines."""
+
+    def count(self, batch: Batch) -> int:
+        return len(batch.masked_labels)
+
+    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
+        return {}
+
+
 @dataclass(frozen=True)
-class MaskedLM:
+class MaskedLM(Objective):
     """Predict the masked tokens (Devlin et al. 2018, section 3.1, task 1)."""
 
     name: ClassVar[str] = "mlm"
     heads: ClassVar[tuple[str, ...]] = ("mlm",)
     weight: float = 1.0
-
-    def count(self, batch: Batch) -> int:
-        return len(batch.masked_labels)
 
     def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
         """Compute the row of a batch, float32 (ROW,), or estimate it where there is a sample."""
@@ -81,7 +88,7 @@ class MaskedLM:
 
 
 @dataclass(frozen=True)
-class SentencePairs:
+class SentencePairs(Objective):
     """Predict the label of each pair from its [CLS].
 
     The label says whether B follows A (`nsp`, Devlin et al. 2018, task 2) or whether A and B are in
@@ -112,7 +119,7 @@ class SentencePairs:
 
 
 @dataclass(frozen=True)
-class BagOfWords:
+class BagOfWords(Objective):
     """Predict from [CLS] which tokens of the sequence are masked, in no order, by the MLM head.
 
     Teaches [CLS] what a sequence is about, without extra parameters (Ma et al. 2024,
@@ -122,9 +129,6 @@ class BagOfWords:
     name: ClassVar[str] = "bag"
     heads: ClassVar[tuple[str, ...]] = ("mlm",)
     weight: float
-
-    def count(self, batch: Batch) -> int:
-        return len(batch.masked_labels)
 
     def measure(self, model: nn.Module, states: States, batch: Batch) -> Tensor:
         """Compute the row of a batch, as `MaskedLM.measure` does."""
@@ -137,12 +141,9 @@ class BagOfWords:
         right = (logits.argmax(1)[sequence] == batch.masked_labels).sum()
         return row(loss, right, self.count(batch))
 
-    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
-        return {}  # those of MLM
-
 
 @dataclass(frozen=True)
-class ReplacedTokens:
+class ReplacedTokens(Objective):
     """Predict for each token whether a generator replaced it (Clark et al. 2020, section 2).
 
     The loss over all tokens is small compared with that of masked tokens, hence the paper's weight.
@@ -159,9 +160,6 @@ class ReplacedTokens:
         """Compute the row of a batch whose masks are filled from the scores of its tokens, (T,)."""
         return row(*replaced_token_loss(logits, find_replaced(batch)), self.count(batch))
 
-    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
-        return {}  # the score of a guess depends on the generator
-
 
 def find_replaced(batch: Batch) -> Tensor:
     """Mark the tokens of a batch with filled masks that differ from the original, bool (T,)."""
@@ -174,9 +172,7 @@ def row(loss: Tensor, right: Tensor, count: int) -> Tensor:
     return torch.stack([loss, right.to(loss.dtype), torch.full_like(loss, count).detach()])
 
 
-def objectives_of(
-    name: str, bag_of_words_weight: float = 0.0
-) -> tuple[MaskedLM | SentencePairs | BagOfWords, ...]:
+def objectives_of(name: str, bag_of_words_weight: float = 0.0) -> tuple[Objective, ...]:
     """Build the objectives of a run, MLM first, from `data.objective` (`none` trains no pairs) and
     `train.bag_of_words_weight` (0 trains no bag of words)."""
     pairs = () if name == "none" else (SentencePairs(),)

@@ -56,12 +56,6 @@ class Encoder(nn.Module):
                 x = layer(*inputs)
         return x[:wanted]
 
-    def transform_seen(self, x: Tensor, batch: Batch) -> States:
-        """Compute the last hidden states that the heads read from the embeddings, (T, E)."""
-        rows = torch.cat([batch.masked_positions, batch.cu_seqlens[:-1].long()])
-        states = self.transform(x, batch, rows)
-        return States(*states.tensor_split([len(batch.masked_positions)]))
-
 
 class PretrainingModel(Encoder):
     """An encoder with its embeddings and the heads that its objectives need: MLM, pooler and pair
@@ -165,13 +159,19 @@ class PretrainingModel(Encoder):
         """Compute the last hidden state of each token, (T, D)."""
         return self.transform(self.embeddings(batch), batch)
 
+    def read_states(self, batch: Batch) -> States:
+        """Compute the last hidden states that the heads read."""
+        rows = torch.cat([batch.masked_positions, batch.cu_seqlens[:-1].long()])
+        states = self.transform(self.embeddings(batch), batch, rows)
+        return States(*states.tensor_split([len(batch.masked_positions)]))
+
     def pair_logits(self, first: Tensor) -> Tensor:
         """Compute the NSP logits, (B, 2), from the hidden states of [CLS], (B, D)."""
         return self.nsp(torch.tanh(self.pooler(first)))
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the row of sums of each objective (see `objectives`), (objectives, ROW)."""
-        states = self.transform_seen(self.embeddings(batch), batch)
+        states = self.read_states(batch)
         if self.sample_chances is not None and self.training:
             decoder = self.embeddings.word.weight, self.mlm.bias
             draw = self.sample_chances, self.sample_start
@@ -189,7 +189,7 @@ class PretrainingModel(Encoder):
         score higher), int64 (M,); the rows of all objectives but MLM; and the `count_scores` of
         replaced tokens, where the model has them.
         """
-        states = self.transform_seen(self.embeddings(batch), batch)
+        states = self.read_states(batch)
         x = self.mlm(states.masked)  # (M, D)
         scores = score_labels(x, self.embeddings.word.weight, self.mlm.bias, batch.masked_labels)
         others = () if mlm_only else self.objectives[1:]
@@ -200,7 +200,7 @@ class PretrainingModel(Encoder):
         """Compute the logits of each head: MLM (M, V), pairs (B, 2), replaced tokens (T,)."""
         if self.rtd:
             return (self.rtd(self.encode(batch)),)
-        states = self.transform_seen(self.embeddings(batch), batch)
+        states = self.read_states(batch)
         pairs = (self.pair_logits(states.first),) if self.nsp else ()
         return self.mlm_logits(states.masked), *pairs
 

@@ -244,7 +244,7 @@ def test_what_the_heads_look_at_is_as_if_the_last_layer_computed_on_all_tokens(
     model.gradient_checkpointing = checkpointing
     lengths = []
     model.layers[-1].up.register_forward_hook(lambda *hook: lengths.append(len(hook[-1])))
-    seen = model.transform_seen(model.embeddings(batch), batch)[:2]
+    seen = model.read_states(batch)[:2]
     hidden = model.encode(batch)
     wanted = hidden[batch.masked_positions], hidden[batch.cu_seqlens[:-1]]
     assert lengths[0] < len(batch.masked_positions) + 8 + TOKEN_MULTIPLE < lengths[-1]
