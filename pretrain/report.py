@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,9 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
     """Draw a chart for each question that the runs have data for."""
     pairs = PAIR_TITLES[runs[0].config.data.objective] or "Pairs"
     norms = [value for run in runs for _, value in run.series("train/grad_norm")]
+    zero, share, auc = {"from_zero": True}, {"percent": True}, {"eval/rtd_auc": ""}
+    cut = {"top": EXPLODED * statistics.median(norms or [1])}
+    of_probes = share | {"baselines": {UNIGRAM_PAIRS: "without context"}}
     probes = {
         name: name.removeprefix("eval/minimal_pairs").lstrip("/_").replace("_", " ") or "all"
         for run in runs
@@ -198,37 +202,17 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
             },
             percent=True,
         ),
-        *draw_metrics(
-            runs, "Replaced tokens", "area under the curve; guessing: 0.5", {"eval/rtd_auc": ""}
-        ),
-        *draw_metrics(runs, "Loss by frequency of the token", "held out, nats", frequencies),
-        *draw_metrics(
-            runs,
-            "Minimal pairs",
-            "share whose good sentence is likelier",
-            probes,
-            {UNIGRAM_PAIRS: "without context"},
-            percent=True,
-        ),
-        *draw_metrics(runs, "Learning rate", "", {"train/learning_rate": ""}, from_zero=True),
-        *draw_metrics(
-            runs,
-            "Gradient norm",
-            "before clipping",
-            {"train/grad_norm": ""},
-            from_zero=True,
-            top=EXPLODED * statistics.median(norms or [1]),
-        ),
-        *draw_metrics(
-            runs, "Speed", "tokens per second", {"perf/tokens_per_second": ""}, from_zero=True
-        ),
-        *draw_metrics(
-            runs,
-            "Waiting for data",
-            "share of the time",
-            {"perf/data_wait": ""},
-            from_zero=True,
-            percent=True,
+        *chain.from_iterable(
+            draw_metrics(runs, title, unit, metrics, **options)
+            for title, unit, metrics, options in (
+                ("Replaced tokens", "area under the curve; guessing: 0.5", auc, {}),
+                ("Loss by frequency of the token", "held out, nats", frequencies, {}),
+                ("Minimal pairs", "share whose good sentence is likelier", probes, of_probes),
+                ("Learning rate", "", {"train/learning_rate": ""}, zero),
+                ("Gradient norm", "before clipping", {"train/grad_norm": ""}, zero | cut),
+                ("Speed", "tokens per second", {"perf/tokens_per_second": ""}, zero),
+                ("Waiting for data", "share of the time", {"perf/data_wait": ""}, zero | share),
+            )
         ),
     ]
 

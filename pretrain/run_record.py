@@ -4,14 +4,13 @@ seen.
 
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from data_pipeline.common.errors import check
-from pretrain.config import Config, Phase, phase_at, phases_of
+from pretrain.config import Phase, phase_at, phases_of
 from pretrain.describe import count_work
 from pretrain.read_run import read_run_config
 from pretrain.tracking import read_metrics
@@ -20,16 +19,11 @@ RECENT = 20  # log lines that the present speed and loss are taken from
 MOST_LINES = 3000  # log lines to read of a run without its evaluations; a chart shows no more
 
 
-@dataclass
 class RunRecord:
     """A run, read from its folder. Raises `UserError` if the folder is not a run folder."""
 
-    run_dir: Path
-    name: str = field(init=False)
-    config: Config = field(init=False)
-    lines: list[dict] = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
         for name in ("metrics.jsonl", "config.yaml"):
             check(
                 (self.run_dir / name).exists(),
