@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -87,8 +88,6 @@ def read_layers(path: str, overrides: list[str]) -> list[tuple[DictConfig, str]]
         ) from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable YAML file: {error}") from None
-    if not isinstance(given, DictConfig):
-        raise UserError(f"{path} is not a mapping of sections; see configs/quickstart.yaml")
     layers = [(given, path)]
     for item in overrides:
         name, equals, _ = item.partition("=")
@@ -125,7 +124,7 @@ def place_folders(config: DataConfig, path: str) -> None:
     )
 
 
-def read_yaml(path: Path) -> DictConfig | ListConfig:
+def read_yaml(path: Path) -> DictConfig:
     """Read a YAML file; raises `UserError`, OSError, or one of the errors of YAML and OmegaConf."""
     text = read_utf8(path, "give a YAML file")
     items = sum(text.count(mark) for mark in ("[", "{", "- ", "? "))
@@ -134,12 +133,12 @@ def read_yaml(path: Path) -> DictConfig | ListConfig:
         f"{path} has {items:,} items, but may have at most {MOST_ITEMS:,}; list many files with a "
         "glob, such as corpus.files='texts/*.txt'",
     )
-    try:
-        return OmegaConf.create(text)
-    except AssertionError:  # a number, for example
-        raise UserError(
-            f"{path} is not a mapping of sections; see configs/quickstart.yaml"
-        ) from None
+    given = None
+    with suppress(AssertionError):  # of a number, for example
+        given = OmegaConf.create(text)
+    if not isinstance(given, DictConfig):
+        raise UserError(f"{path} is not a mapping of sections; see configs/quickstart.yaml")
+    return given
 
 
 def check_given(value: Any, name: str) -> None:

@@ -30,7 +30,7 @@ def read_run_config(run_dir: Path) -> Config:
     )
     try:
         given = OmegaConf.to_container(read_yaml(path))
-        check(isinstance(given, dict) and given, f"{path} is empty, or not a mapping of sections")
+        check(given, f"{path} is empty")
         merged = OmegaConf.merge(OmegaConf.structured(Config), keep_known(given, Config))
         config = OmegaConf.to_object(merged)
         for section in (config.model, config.data, config.train, config.export):
