@@ -193,17 +193,11 @@ def check_on_each_machine(function: Callable[[], object]) -> None:
 def share_from_main(function: Callable[[], object], accelerator: Accelerator) -> object:
     """Call a function on the main process and return what it returns on all (a collective call);
     an error of the user or the operating system that it raises stops them all."""
-    shared, error = [None, False], None
-    try:
-        shared[0] = function() if accelerator.is_main_process else None
-    except (UserError, OSError) as raised:
-        error, shared[1] = raised, True
-    broadcast_object_list(shared)
-    if error:
-        raise error
-    if shared[1]:
-        stop_all("", accelerator)
-    return shared[0]
+    shared = [*try_call(function)] if accelerator.is_main_process else [None, None]
+    found, message = broadcast_object_list(shared)
+    if message:
+        stop_all(message, accelerator)
+    return found
 
 
 def check_ranks_agree(config: Config, fingerprint: dict, accelerator: Accelerator) -> None:
