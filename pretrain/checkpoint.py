@@ -220,8 +220,9 @@ def find_fault(checkpoint: Path) -> str | None:
     try:
         for name in ("manifest.json", *FILES):
             check_regular(checkpoint / name)
-        manifest = read_hashes(checkpoint)
-        if manifest is None:
+        try:
+            manifest = read_json(checkpoint / "manifest.json", dict.fromkeys(FILES, SHA256), "")
+        except UserError:
             return "manifest.json is not what was written"
         for name in FILES:
             if hash_file(checkpoint / name) != manifest[name]:
@@ -234,14 +235,6 @@ def find_fault(checkpoint: Path) -> str | None:
             "changed, so run the same command again once it can be read"
         ) from None
     return None
-
-
-def read_hashes(checkpoint: Path) -> dict[str, str] | None:
-    """Read the hashes of a checkpoint's files; None if the manifest is damaged."""
-    try:
-        return read_json(checkpoint / "manifest.json", dict.fromkeys(FILES, SHA256), "")
-    except UserError:
-        return None
 
 
 def find_sound(folder: Path) -> tuple[Path | None, dict[Path, str]]:

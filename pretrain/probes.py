@@ -12,6 +12,7 @@ arXiv:1910.14659):
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -129,8 +130,7 @@ class MaskedCopies:
         """Divide the copies into runs [first, last) of about so many tokens."""
         ends = np.cumsum((self.ends - self.starts)[self.sentence])
         edges = np.searchsorted(ends, np.arange(0, ends[-1] + tokens, tokens))
-        edges = np.unique(np.append(edges, len(ends)))
-        yield from zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        return pairwise(np.unique(np.append(edges, len(ends))).tolist())
 
     def build(self, first: int, last: int) -> tuple[Batch, torch.Tensor]:
         """Build the batch of copies [first, last), and the sentence of each, int64 (B,)."""

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -53,10 +53,8 @@ class Watch(Thread):
 
     def beat(self) -> None:
         self.state["beats"] += 1
-        try:
+        with suppress(OSError):  # such as a full disk, which the next checkpoint reports
             write_file(self.path_of(self.rank), json.dumps(self.state).encode())
-        except OSError:  # such as a full disk, which the next checkpoint reports
-            pass
 
     def run(self) -> None:
         while not self.is_over.wait(BEAT):

@@ -243,7 +243,7 @@ def remove_damaged(work: Work) -> None:
     """Remove damaged results of earlier commands, so that they are made again, and with them what
     was made from all results together."""
     found = sorted(path for path in work.folder.glob(f"{work.name}-*") if path.is_dir())
-    size = sum(path.stat().st_size for one in found for path in one.rglob("*"))
+    size = sum(map(size_of, found))
     with progress_bar("checking", size, "B", delay=5) as bar:
         damaged = [path for path in found if not is_intact(path, bar.update)]
     if damaged:

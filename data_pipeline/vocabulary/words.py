@@ -143,9 +143,10 @@ class IdWords:
             gap = "" if line.endswith("\n") else line[len(bare) :]
             found = self.encode_line(bare)
             # a token belongs to the sentence in which it starts, or after whose text it starts
-            texts = np.cumsum([0, *map(len, some[:-1])])[:-1] + [len(s.rstrip()) for s in some[:-1]]
+            begins = np.cumsum([0, *map(len, some)])[:-1]
+            ends = begins + [len(sentence.rstrip()) for sentence in some]  # of their texts
             starts = np.array([start for start, _ in found.offsets], np.int64)
-            places = np.maximum.accumulate(np.searchsorted(texts, starts, side="right"))
+            places = np.maximum.accumulate(np.searchsorted(ends[:-1], starts, side="right"))
             is_first = run_starts(places, np.array(found.word_ids, float))  # None: nan
             edges = [*np.flatnonzero(is_first).tolist(), len(places)]
             ids = np.array(found.ids, "<u4").tobytes()
