@@ -23,7 +23,7 @@ FLOORS = [
         "baselines",
     ),
     ("data_pipeline.corpus", "python_docs files encodings readers sources selection"),
-    ("data_pipeline.vocabulary", "words training existing coverage"),
+    ("data_pipeline.vocabulary", "words id_words training existing coverage"),
     ("data_pipeline.build", "workers identity sentences encode assemble probes stages prepare"),
     ("data_pipeline.report", "audit checks page __main__"),
     ("data_pipeline", "__main__"),

@@ -26,21 +26,23 @@ from data_pipeline.corpus.selection import Selection, hash_document, read_select
 from data_pipeline.sampling.manifest import SPLITS
 from data_pipeline.sampling.vocabulary import BYTES_BEGIN, read_vocabulary
 from data_pipeline.vocabulary.existing import is_whole, load_tokenizer, load_whole
+from data_pipeline.vocabulary.id_words import (
+    IdWords,
+    find_units,
+    keep_spaces,
+    read_ids,
+    write_ids,
+)
 from data_pipeline.vocabulary.training import WordCounts, build_normalizer
 from data_pipeline.vocabulary.words import (
     END,
-    IdWords,
     Segmenter,
     UnitIndex,
     WordIndex,
     WordSplitter,
-    find_units,
-    keep_spaces,
     load_segmenter,
     number_units,
     number_words,
-    read_ids,
-    write_ids,
 )
 
 BATCH_CHARACTERS = 1 << 17  # characters to number at once: they fit the processor's cache

@@ -13,13 +13,14 @@ from tokenizers import Tokenizer
 from data_pipeline.common.errors import red
 from data_pipeline.config import VocabConfig
 from data_pipeline.sampling.vocabulary import SPECIAL_TOKENS, Vocabulary
+from data_pipeline.vocabulary.id_words import read_ids
 from data_pipeline.vocabulary.training import (
     MAX_WORD_CHARACTERS,
     WordCounts,
     build_normalizer,
     build_tokenizer,
 )
-from data_pipeline.vocabulary.words import END, WordSplitter, read_ids
+from data_pipeline.vocabulary.words import END, WordSplitter
 
 LONGEST = 10  # number of longest pieces to show
 MUCH_UNKNOWN = 0.05  # fraction of [UNK] tokens that causes a warning

@@ -23,15 +23,17 @@ from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import Vocabulary, list_pieces, read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer, load_whole, read_existing, write_whole
-from data_pipeline.vocabulary.words import (
-    END,
+from data_pipeline.vocabulary.id_words import (
     IdWords,
-    WordIndex,
     cut_lines,
     find_units,
     keep_spaces,
     read_ids,
     write_ids,
+)
+from data_pipeline.vocabulary.words import (
+    END,
+    WordIndex,
 )
 from pretrain.probes import MaskedCopies
 
