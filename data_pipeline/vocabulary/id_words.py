@@ -1,4 +1,4 @@
-"""Number the words of text as a tokenizer of another kind divides it: byte-level BPE, SentencePiece.
+"""Number the words of text as tokenizers of other kinds divide it: byte-level BPE, SentencePiece.
 
 Here a word's tokens may depend on what is beside it, so it is numbered by its tokens and not by its
 letters, as in `words`.
