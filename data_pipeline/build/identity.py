@@ -102,17 +102,22 @@ def list_differences(manifest: dict, settings: dict) -> list[str]:
 def key_of_schema_1(
     corpus: CorpusConfig, vocab: VocabConfig, chunks: list[FileChunk], existing: list[str]
 ) -> str:
-    """Compute the `key` of a manifest of schema 1: a hash of every field that version had."""
+    """Compute the `key` of a manifest of schema 1: a hash of every field that version had, which
+    are named here, because others may be added above."""
 
     def fields(source: SourceConfig) -> dict:
         old = {"source": source.builtin, "files": source.files, "layout": source.layout}
         old |= {"words": source.word_segmenter, "sentences": source.sentence_splitter}
         same = ("text_field", "encoding", "errors", "language", "weight")
         old |= {name: getattr(source, name) for name in same}
-        return old | {"dataset": describe_dataset(source.dataset)}
+        names = ("path", "name", "split", "data_files", "text_column")
+        of = source.dataset
+        return old | {"dataset": of and {name: getattr(of, name) for name in names}}
 
     described = fields(corpus) | {"deduplicate": corpus.deduplicate}
     described["held_out"] = corpus.held_out_fraction
     described["sources"] = [fields(source) for source in corpus.sources]
-    words = {name: getattr(vocab, name) for name in VOCAB} | {"path": existing}
+    names = ("size", "lowercase", "strip_accents", "handle_chinese_chars")
+    names += ("min_frequency", "character_coverage")
+    words = {name: getattr(vocab, name) for name in names} | {"path": existing}
     return hash_json([1, described, words, [asdict(chunk) for chunk in chunks]])

@@ -74,8 +74,8 @@ def draw_chart(
     for line in lines:
         places = [(x_place(x), y_place(y)) for x, y in line.points]
         texts = [f"{format_short(x)} {x_unit}: {say(y)}" for x, y in line.points]
-        # a line of one point would be invisible
         is_later = (line.colour or 0) >= COLOURS and line.look in ("line", "dots")
+        # a line of one point would be invisible
         is_dotted = len(places) == 1 or line.look == "dots" and len(places) <= MOST_DOTS
         drawn.append(
             {
