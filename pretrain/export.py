@@ -68,33 +68,13 @@ def export(
     model = copy.deepcopy(model).to(getattr(torch, dtype)).float()  # round to the exported dtype
     stage = out_dir / STAGE if out_dir.is_dir() else out_dir.with_name(out_dir.name + STAGE)
     with atomic_folder(stage) as folder:
-        for name in TOKENIZER_FILES:
-            shutil.copyfile(vocab_dir / name, folder / name)  # which may be read-only
-        settings = read_json(folder / "tokenizer_config.json", dict, "put an intact copy back")
-        settings["model_max_length"] = model.config.max_position_embeddings
-        if model.config.type_vocab_size == 1:  # a second segment would have a type of its own
-            settings["model_input_names"] = ["input_ids", "attention_mask"]
-        write_json(folder / "tokenizer_config.json", settings)
-        if model.nsp:
-            enclose_pairs(folder)
-        weights = model.config.family.to_hf(model.state_dict())
-        weights = {n: t.to(getattr(torch, dtype)).contiguous() for n, t in weights.items()}
-        sick = name_not_finite(weights)
-        check(
-            sick is None,
-            f"{sick} is not finite in {dtype}, so nothing is exported; export an earlier checkpoint"
-            f"{'' if dtype == 'float32' else ', or leave out --dtype'}",
-        )
+        write_tokenizer(model, vocab_dir, folder)
         try:
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-            if pytorch_bin:
-                torch.save(weights, folder / PYTORCH_BIN)
+            write_weights(model, dtype, pytorch_bin, folder)
         except (SafetensorError, RuntimeError) as error:  # such as a full disk
             raise UserError(
                 f"no export at {out_dir}: {error}; free space and run the same command again"
             ) from None
-        readable = (folder / "tokenizer_config.json").stat().st_mode  # by the umask
-        (folder / "model.safetensors").chmod(readable)
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         settings = hf_config(asdict(model.config), model.vocab_size, model.hf_class, dtype)
         if model.config.family.tells_ends:
@@ -117,6 +97,36 @@ def export(
             f"note: {out_dir} also holds {', '.join(others)}, which this export did not write; a "
             "loader may read them instead of what was written, so remove what you do not need"
         )
+
+
+def write_tokenizer(model: PretrainingModel, vocab_dir: Path, folder: Path) -> None:
+    """Copy the files of the tokenizer, for the lengths and segments that the model takes."""
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(vocab_dir / name, folder / name)  # which may be read-only
+    settings = read_json(folder / "tokenizer_config.json", dict, "put an intact copy back")
+    settings["model_max_length"] = model.config.max_position_embeddings
+    if model.config.type_vocab_size == 1:  # a second segment would have a type of its own
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
+    write_json(folder / "tokenizer_config.json", settings)
+    if model.nsp:
+        enclose_pairs(folder)
+
+
+def write_weights(model: PretrainingModel, dtype: str, pytorch_bin: bool, folder: Path) -> None:
+    """Write the weights under transformers' names; raises `UserError` if one is not finite."""
+    weights = model.config.family.to_hf(model.state_dict())
+    weights = {n: t.to(getattr(torch, dtype)).contiguous() for n, t in weights.items()}
+    sick = name_not_finite(weights)
+    check(
+        sick is None,
+        f"{sick} is not finite in {dtype}, so nothing is exported; export an earlier checkpoint"
+        f"{'' if dtype == 'float32' else ', or leave out --dtype'}",
+    )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if pytorch_bin:
+        torch.save(weights, folder / PYTORCH_BIN)
+    readable = (folder / "tokenizer_config.json").stat().st_mode  # by the umask
+    (folder / "model.safetensors").chmod(readable)
 
 
 def enclose_pairs(folder: Path) -> None:
