@@ -135,25 +135,10 @@ def check_fingerprint(
     `extend`. Returns lines to print. Raises `UserError`, with each old and new value, if the
     settings differ.
     """
-    changed = [
-        OTHERS.get(name, f"{name} was {saved.get(name)!r}, is {value!r}")
-        for name, value in wanted.items()
-        if name not in ("schema", "phases") and saved.get(name) != value
-    ]
-    changed += list_begun(saved["phases"], wanted["phases"], step)
-    before, after = saved["phases"][-1]["end"], wanted["phases"][-1]["end"]
-    if after < step:
-        changed.append(f"the run has done {step:,} steps, but train.max_steps is {after:,}")
+    changed = list_changes(saved, wanted, step)
     advice = "Choose another run_dir, or restore these values to resume"
-    starts, others = ([phase["start"] for phase in f["phases"]] for f in (saved, wanted))
-    if changed and len(starts) == len(others) and starts != others and starts[-1] < after:
-        sizes = " and ".join(f"{b - a:,}" for a, b in pairwise([*starts, after]))  # shares move
-        advice += (
-            ", or give the steps of train.phases as numbers that keep the phases in place, such "
-            f"as {sizes}"
-        )
-        if before != after and not extend:
-            advice += ", with train.extend=true"
+    if changed:
+        advice += advise_on_phases(saved["phases"], wanted["phases"], extend)
     moved = not changed and not same_rates(saved, wanted, step)
     if moved and not extend:
         changed += list_lengths(saved["phases"], wanted["phases"])
@@ -164,7 +149,7 @@ def check_fingerprint(
         raise UserError(
             f"{run_dir} holds a run with a different config: {'; '.join(changed)}. {advice}"
         )
-    lines = []
+    lines, before, after = [], saved["phases"][-1]["end"], wanted["phases"][-1]["end"]
     if moved or before != after:
         was, now = rate_at(saved, step), rate_at(wanted, step)
         lines.append(
@@ -177,6 +162,34 @@ def check_fingerprint(
             "dropout and the data of phases after the first follow the rules of this version"
         )
     return lines
+
+
+def list_changes(saved: dict, wanted: dict, step: int) -> list[str]:
+    """Describe what keeps a run from resuming at `step`, apart from another learning rate."""
+    changed = [
+        OTHERS.get(name, f"{name} was {saved.get(name)!r}, is {value!r}")
+        for name, value in wanted.items()
+        if name not in ("schema", "phases") and saved.get(name) != value
+    ]
+    changed += list_begun(saved["phases"], wanted["phases"], step)
+    end = wanted["phases"][-1]["end"]
+    if end < step:
+        changed.append(f"the run has done {step:,} steps, but train.max_steps is {end:,}")
+    return changed
+
+
+def advise_on_phases(saved: list[dict], wanted: list[dict], extend: bool) -> str:
+    """Advise on steps that keep phases in place; "" where these are not what has moved."""
+    before, after = saved[-1]["end"], wanted[-1]["end"]
+    starts, others = ([phase["start"] for phase in phases] for phases in (saved, wanted))
+    if len(starts) != len(others) or starts == others or starts[-1] >= after:
+        return ""
+    sizes = " and ".join(f"{b - a:,}" for a, b in pairwise([*starts, after]))  # shares move
+    how = ", with train.extend=true" if before != after and not extend else ""
+    return (
+        ", or give the steps of train.phases as numbers that keep the phases in place, such as "
+        f"{sizes}{how}"
+    )
 
 
 def list_begun(saved: list[dict], wanted: list[dict], step: int) -> Iterator[str]:
