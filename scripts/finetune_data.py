@@ -243,18 +243,8 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
     begin (-DOCSTART-) and what is noted above a sentence (`# id = 3`) are no words, nor are the
     ranges and empty nodes of a `.conllu`.
     """
-    for what, name in columns.items():
-        check(
-            what in ("tokens", "tags"),
-            f"--columns {what}={name}: words and their tags are read from tokens and tags",
-        )
-        check(
-            name.isdecimal() and int(name) > 0,
-            f"--columns {what}={name}: {path} has no names of columns; give a number, from 1",
-        )
     is_conllu = path.suffix.lower() == ".conllu"
-    usual = {"tokens": 2, "tags": 4} if is_conllu else {"tokens": 1, "tags": 0}
-    word, tag = (int(columns.get(what, usual[what])) for what in ("tokens", "tags"))
+    word, tag = number_columns(path, columns, is_conllu)
     lines = [*read_text(path).split("\n"), ""]
     # a word may hold other spaces than blanks, or be one
     rows = [x.split("\t") if "\t" in x else re.split(" +", x.strip(" ")) for x in lines]
@@ -298,6 +288,21 @@ def read_conll(path: Path, columns: dict[str, str]) -> Iterator[Example]:
             )
         else:
             raise UserError(f"{path}:{number}: wanted a word, a tab and a tag, found {line!r:.60}")
+
+
+def number_columns(path: Path, columns: dict[str, str], is_conllu: bool) -> tuple[int, int]:
+    """Find the numbers, from 1, of the columns of words and of tags; 0: the last one."""
+    for what, name in columns.items():
+        check(
+            what in ("tokens", "tags"),
+            f"--columns {what}={name}: words and their tags are read from tokens and tags",
+        )
+        check(
+            name.isdecimal() and int(name) > 0,
+            f"--columns {what}={name}: {path} has no names of columns; give a number, from 1",
+        )
+    word, tag = (2, 4) if is_conllu else (1, 0)
+    return int(columns.get("tokens", word)), int(columns.get("tags", tag))
 
 
 def read_squad(path: Path) -> Iterator[Example]:
