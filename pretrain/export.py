@@ -33,7 +33,7 @@ from pretrain.export_folder import (
 )
 from pretrain.export_gate import check_export
 from pretrain.families import hf_config
-from pretrain.model_card import generator_card, list_hashes, model_card, project_version
+from pretrain.model_card import format_hashes, generator_card, model_card, project_version
 from pretrain.models.bert import PretrainingModel, resize_positions, settle_embeddings
 from pretrain.models.build import count_parameters, count_weights, model_of
 from pretrain.models.electra import GENERATOR
@@ -84,7 +84,7 @@ def export(
         passed = check_export(model, folder)
         hashes = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
         of_weights = {name: hashes[name] for name in WEIGHTS if name in hashes}
-        card = f"{card}\n{list_hashes(of_weights)}\nChecked at export: {passed}.\n"
+        card = f"{card}\n{format_hashes(of_weights)}\nChecked at export: {passed}.\n"
         (folder / "README.md").write_text(card)
         hashes["README.md"] = hash_file(folder / "README.md")
         marker = {"schema": SCHEMA, "made_by": project_version(), **origin, "files": hashes}

@@ -100,8 +100,8 @@ def copy_weights(folder: Path, model: PretrainingModel, pieces: list[str]) -> tu
         is_carried = name in PER_PIECE and sources is not None  # row by row, from as many as it has
         check(
             value.shape[is_carried:] == ours.shape[is_carried:],
-            f"init_from {folder} has {names[name]} of {size_of(value)}, but its config.json makes "
-            f"it {size_of(ours)}; put the files of one model there",
+            f"init_from {folder} has {names[name]} of {describe_shape(value)}, but its config.json "
+            f"makes it {describe_shape(ours)}; put the files of one model there",
         )
         ours.copy_(carry_rows(value, sources, ours) if is_carried else value)
     check_tied(weights, words, folder)
@@ -127,7 +127,7 @@ def describe(
     return line
 
 
-def size_of(tensor: Tensor) -> str:
+def describe_shape(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape))
 
 

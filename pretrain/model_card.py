@@ -330,7 +330,7 @@ def provenance(fingerprint: dict) -> str:
 """ + (f"- started from weights with sha256 {begun}\n" if begun else "")
 
 
-def list_hashes(hashes: dict[str, str]) -> str:
+def format_hashes(hashes: dict[str, str]) -> str:
     """Write the SHA-256 of each file of weights as `sha256sum` does, so that it finds them."""
     lines = "".join(f"{sha256}  {name}\n" for name, sha256 in hashes.items())
     return f"`sha256sum -c README.md` checks the weights:\n\n```text\n{lines}```\n"

@@ -58,7 +58,7 @@ def score_sentences(
     words: the number of each token's word in its sentence; if given, the later pieces of the word
     are masked too, so that they do not give its beginning away (Kauf & Ivanova 2023,
     arXiv:2305.10588).
-    advance: called with the number of tokens of each pass, as `count_work` counts them.
+    advance: called with the number of tokens of each pass, as `count_read_tokens` counts them.
     most_tokens: of a pass, not counting its last sentence.
     """
     distinct = sorted(set(map(tuple, sentences)), key=len)
@@ -91,7 +91,7 @@ def score_sentences(
     return np.array([found[tuple(sentence)] for sentence in sentences])
 
 
-def count_work(sentences: list[list[int]], model: PretrainingModel) -> int:
+def count_read_tokens(sentences: list[list[int]], model: PretrainingModel) -> int:
     """Count the tokens that `score_sentences` has to read: each sentence once per scored token, or
     just once for an ELECTRA."""
     distinct = set(map(tuple, sentences))

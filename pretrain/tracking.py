@@ -21,7 +21,7 @@ from pathlib import Path
 
 from data_pipeline.common.errors import UserError, check, run_command
 from data_pipeline.common.folders import write_file
-from data_pipeline.common.reading import COUNT, check_regular, find_fault
+from data_pipeline.common.reading import COUNT, check_regular, find_mismatch
 from data_pipeline.config_file import load_config
 from pretrain.config import Config
 
@@ -185,7 +185,7 @@ def parse_lines(whole: list[bytes]) -> tuple[list[dict], list[bytes]]:
             found = json.loads(line)
         except (ValueError, RecursionError):
             found = None
-        if find_fault(found, LINE) is None and not find_fault(metrics_in(found), METRICS):
+        if find_mismatch(found, LINE) is None and not find_mismatch(metrics_in(found), METRICS):
             lines.append(found)
         else:
             damaged.append(line)

@@ -11,7 +11,7 @@ from pathlib import Path
 from finetune_tables import NAMES, ROWS, TYPED_ROWS, Row, given_names, read_jsonl, read_text
 
 from data_pipeline.common.errors import UserError, check
-from data_pipeline.common.reading import find_fault, parse_json
+from data_pipeline.common.reading import find_mismatch, parse_json
 
 # What a task reads from a row.
 READS_TEXTS = ("text", "second", "label")
@@ -325,7 +325,7 @@ def read_squad(path: Path) -> Iterator[Example]:
 def question_rows(rows: Iterator[tuple[str, dict]]) -> Iterator[Question]:
     """Yield the questions of a file with a row for each, as `datasets` writes it."""
     for place, row in rows:
-        fault = find_fault(row, QUESTION_ROW)
+        fault = find_mismatch(row, QUESTION_ROW)
         check(not fault, f"{place} is not in SQuAD's form: {fault}; {QUESTION_WANTED}")
         texts = row["answers"]["text"]
         starts = row["answers"].get("answer_start") or [None] * len(texts)
@@ -342,7 +342,7 @@ def nested_questions(path: Path, text: str) -> Iterator[Question]:
         found = parse_json(text)
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
-    fault = find_fault(found, SQUAD)
+    fault = find_mismatch(found, SQUAD)
     check(not fault, f"{path} is not in SQuAD's form: {fault}; {QUESTION_WANTED}")
     for article in found["data"]:
         for paragraph in article["paragraphs"]:

@@ -21,7 +21,7 @@ from pretrain.probes import (
     LEVELS,
     by_phenomenon,
     check_lengths,
-    count_work,
+    count_read_tokens,
     prefers_good,
     score_by_frequency,
     score_sentences,
@@ -54,7 +54,7 @@ def measure(
         unigram = {"unigram": by_phenomenon(paradigms, right)}
     model.to(accelerator.device)
     began = time.perf_counter()
-    with progress_bar("scoring", count_work(sentences, model), "tokens") as bar:
+    with progress_bar("scoring", count_read_tokens(sentences, model), "tokens") as bar:
         scores = score_sentences(
             model, sentences, vocabulary, accelerator, words, advance=bar.update
         )

@@ -33,7 +33,7 @@ def sentence_splitter(language: str, plug_in: str | None = None) -> Callable[[st
     lines.
     """
     if plug_in:
-        return load_plug_in("corpus.sentence_splitter", plug_in, find_fault)
+        return load_plug_in("corpus.sentence_splitter", plug_in, find_lost_text)
     import sentencex
 
     def segment(text: str) -> list[str]:
@@ -121,7 +121,7 @@ def join_fragments(parts: list[str]) -> list[str]:
     return sentences
 
 
-def find_fault(paragraph: str, sentences: list[str]) -> str | None:
+def find_lost_text(paragraph: str, sentences: list[str]) -> str | None:
     """Describe what is wrong with the sentences of a plug-in; None if nothing is."""
     if isinstance(sentences, list) and all(
         isinstance(sentence, str) and "\n" not in sentence for sentence in sentences

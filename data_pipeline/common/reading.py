@@ -94,11 +94,11 @@ def parse_json(text: str) -> Any:
 
 def check_shape(value: Any, shape: Any, path: Path, advice: str) -> None:
     """Raise `UserError` at the first place where the value of a JSON file has another shape."""
-    if fault := find_fault(value, shape):
+    if fault := find_mismatch(value, shape):
         raise UserError(f"{path} is damaged or of another kind: {fault}; {advice}")
 
 
-def find_fault(value: Any, shape: Any) -> str | None:
+def find_mismatch(value: Any, shape: Any) -> str | None:
     """Describe where a value of JSON has another shape; None if it has this one."""
     if (found := find_other(value, shape)) is None:
         return None

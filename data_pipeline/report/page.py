@@ -119,7 +119,7 @@ def draw_histogram(title: str, unit: str, *histograms: dict, names: tuple = ("",
     return draw_bins(title, unit, ticks, dict(zip(names, shares, strict=True)))
 
 
-def draw_corpus(corpus: dict) -> list[dict]:
+def chart_corpus(corpus: dict) -> list[dict]:
     return [
         draw_histogram("Tokens of a document", "tokens", corpus["document_tokens"]),
         draw_histogram("Sentences of a document", "sentences", corpus["document_sentences"]),
@@ -127,7 +127,7 @@ def draw_corpus(corpus: dict) -> list[dict]:
     ]
 
 
-def draw_pairs(result: dict) -> list[dict]:
+def chart_pairs(result: dict) -> list[dict]:
     if "pairs" not in result:
         return [draw_histogram("Tokens of a sequence", "tokens", result["epoch"]["lengths"])]
     pairs, overlap = result["pairs"], result["overlap"]
@@ -141,7 +141,7 @@ def draw_pairs(result: dict) -> list[dict]:
     ]
 
 
-def draw_masks(result: dict) -> list[dict]:
+def chart_masks(result: dict) -> list[dict]:
     masks, prob = result["masks"], result["settings"]["masked_lm_prob"]
     rates = masks["by_pieces"]
     ticks = [(i + 0.5, f"{r['pieces']}{'+' * (r['pieces'] == LONG)}") for i, r in enumerate(rates)]
@@ -288,15 +288,15 @@ def render_page(result: dict) -> str:
         checks=list_checks(result),
         failing=[check for check in result["checks"] if not check["holds"]],
         sources=list_sources(result["store"].get("sources", [])),
-        corpus_charts=draw_corpus(corpus),
+        corpus_charts=chart_corpus(corpus),
         longest=[
             [d["document"], d["tokens"], d["sentences"], percent(d["share"]), d["begins"] + " …"]
             for d in corpus["longest_documents"]
         ],
         vocabulary=list_vocabulary(result["vocabulary"]),
         guesses=list_guesses(result),
-        pair_charts=draw_pairs(result),
-        mask_charts=draw_masks(result),
+        pair_charts=chart_pairs(result),
+        mask_charts=chart_masks(result),
         mask_rates=[
             [pieces_name(r["pieces"]), r["words"], percent(r["masked"])] for r in masks["by_pieces"]
         ],

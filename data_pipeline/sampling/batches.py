@@ -204,7 +204,7 @@ class SegmentLayout:
 
 
 @dataclass
-class Words:
+class MaskingUnits:
     """The W masking units in the T tokens of a batch."""
 
     start: np.ndarray  # int64 (W,), ascending
@@ -241,7 +241,7 @@ def find_words(
     segments: SegmentLayout,
     streams: np.ndarray,
     tokens: np.ndarray,
-) -> Words:
+) -> MaskingUnits:
     """Find the masking units: words, spans of words, or single tokens.
 
     A word runs from one word start to the next; a segment always starts with one.
@@ -267,13 +267,13 @@ def find_words(
     length = np.flatnonzero(is_text & is_start[1:]) - start + 1
     first = np.searchsorted(start, cu_seqlens)
     sequence = np.repeat(np.arange(len(streams)), np.diff(first))
-    return Words(start, length, sequence, first)
+    return MaskingUnits(start, length, sequence, first)
 
 
 def mask_words(
     vocabulary: Vocabulary,
     data: PairsConfig,
-    words: Words,
+    words: MaskingUnits,
     streams: np.ndarray,
     cu_seqlens: np.ndarray,
     tokens: np.ndarray,

@@ -246,7 +246,7 @@ def cut_sentence(sentence: str, segment: Segmenter) -> str:
     return out
 
 
-def find_fault(sentence: str, words: list[str]) -> str | None:
+def find_lost_text(sentence: str, words: list[str]) -> str | None:
     """Tell what is wrong with the words of a segmenter; None if nothing is."""
     are_texts = isinstance(words, list) and all(isinstance(word, str) for word in words)
     return None if are_texts and "".join(words) == sentence else LOST
@@ -267,4 +267,4 @@ def load_segmenter(name: str | None) -> Segmenter | None:
                 "corpus.word_segmenter=segmenter needs rjieba: pip install -e '.[chinese]'"
             ) from None
         return rjieba.cut
-    return load_plug_in("corpus.word_segmenter", name, find_fault)
+    return load_plug_in("corpus.word_segmenter", name, find_lost_text)

@@ -85,7 +85,7 @@ def test_scores_are_those_of_transformers(straight, monkeypatch, within_word, pa
     wanted = [slow_score(export, text, within_word) for text in texts]
     np.testing.assert_allclose(scores, wanted, atol=1e-4, rtol=0)
     assert scores[6] == scores[7] and len(set(scores)) == 7
-    assert sum(done) == probes.count_work(sentences, model)
+    assert sum(done) == probes.count_read_tokens(sentences, model)
     assert (len(done) > 7) == (pass_tokens == 40)
 
 

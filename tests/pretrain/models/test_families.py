@@ -333,7 +333,10 @@ def test_an_electra_scores_a_sentence_by_how_original_its_tokens_are(
         logits = [peer(input_ids=torch.tensor([text])).logits[0, 1:-1] for text in texts]
     wanted = [F.logsigmoid(-one).sum().item() for one in logits]
     assert found.tolist() == pytest.approx(wanted, abs=1e-4) and found[0] == found[-1]
-    assert sum(done) == probes.count_work(texts, electra) == len(batch.input_ids) and len(done) > 2
+    assert (
+        sum(done) == probes.count_read_tokens(texts, electra) == len(batch.input_ids)
+        and len(done) > 2
+    )
 
 
 @pytest.mark.parametrize(
