@@ -50,13 +50,14 @@ SHARED = {"embedding_size": "hidden_size", "num_hidden_groups": "num_hidden_laye
 """Fields that default to another field if null, as they have to be in a family without them."""
 SIZE, NUMBER, NAME = range(1, 1 << 31), (float, None), (str, None)
 CONFIG = {  # shape of a config.json of any family
-    **{f"{name}?": (SIZE, None) for name in SETTINGS if "size" in name},
-    **{f"{name}?": (SIZE, None) for name in (*SHARED, "inner_group_num")},
-    **{f"{name}?": SIZE for name in SETTINGS if name.startswith(("num_", "max_"))},
-    **{f"{name}?": NAME for name in ("model_type", "hidden_act", "position_embedding_type")},
-    **{f"{name}?": NUMBER for name in ("initializer_range", "layer_norm_eps")},
-    **{f"{name}?": NUMBER for name in SETTINGS if name.endswith("_prob")},
-    **{f"{name}?": (bool, None) for name in ("is_decoder", "tie_word_embeddings")},
+    **dict.fromkeys(("hidden_size?", "intermediate_size?", "type_vocab_size?"), (SIZE, None)),
+    **dict.fromkeys(("embedding_size?", "num_hidden_groups?", "inner_group_num?"), (SIZE, None)),
+    **dict.fromkeys(("num_hidden_layers?", "num_attention_heads?"), SIZE),
+    **dict.fromkeys(("model_type?", "hidden_act?", "position_embedding_type?"), NAME),
+    **dict.fromkeys(("initializer_range?", "layer_norm_eps?"), NUMBER),
+    **dict.fromkeys(("hidden_dropout_prob?", "attention_probs_dropout_prob?"), NUMBER),
+    **dict.fromkeys(("is_decoder?", "add_cross_attention?", "tie_word_embeddings?"), (bool, None)),
+    "max_position_embeddings?": SIZE,
     "pad_token_id?": (range(1 << 31), None),
     "vocab_size?": SIZE,
     "architectures?": ([str], None),

@@ -1,12 +1,12 @@
 """Select what to train on: drop duplicates, hold documents out, apply source weights.
 
-Here, "chunk" means what one task reads: a file chunk, or a group of small ones. A first pass writes
-the hashes of each chunk's documents and long paragraphs (and the text too, where reading it again
-would be slow). Merging the hashes then shows for each chunk which of its texts occur in an earlier
-chunk. So a worker can scan any chunk alone, and the first copy of a text, in the order of chunks,
-is kept. Sources with a weight below 1 come last in that order: otherwise a source that uses a tenth
-of its documents would also remove the unused ones from other sources. Documents are compared first.
-Of the paragraphs, those of documents that such a source does not take are left out.
+A group is what one task reads: a file chunk, or several small ones. A first pass writes the hashes
+of each group's documents and long paragraphs (and the text too, where reading it again would be
+slow). Merging the hashes then shows for each group which of its texts occur in an earlier group. So
+a worker can scan any group alone, and the first copy of a text, in the order of groups, is kept.
+Sources with a weight below 1 come last in that order: otherwise a source that uses a tenth of its
+documents would also remove the unused ones from other sources. Documents are compared first. Of the
+paragraphs, those of documents that such a source does not take are left out.
 
 Held-out split: the documents whose hash is below a limit, whatever the order of the files. The
 limit is `corpus.held_out_fraction` of all hashes. If that gives too few documents or too little
@@ -248,8 +248,8 @@ def find_limit(corpus: CorpusConfig, hashed: list[Path], earlier: Path) -> int:
         if enough.any():
             last = hashes[enough.argmax()]
             if last < configured:
-                return configured  # for a large corpus the first chunks suffice to decide
-            # whatever the other chunks hold, the limit will not exceed `last`
+                return configured  # for a large corpus the first groups suffice to decide
+            # whatever the other groups hold, the limit will not exceed `last`
             end = np.searchsorted(hashes, last, side="right")
             hashes, sizes = hashes[:end], sizes[:end]
     if not len(hashes):
@@ -277,18 +277,18 @@ class HashQuota:
         return number < self.limit
 
 
-def lowest(chunks: list[np.ndarray], n: int) -> list[HashQuota]:
-    """Take the `n` lowest hashes of all chunks, as one quota per chunk.
+def lowest(groups: list[np.ndarray], n: int) -> list[HashQuota]:
+    """Take the `n` lowest hashes of all groups, as one quota per group.
 
-    Among equal hashes those of earlier chunks are taken first.
+    Among equal hashes those of earlier groups are taken first.
     """
-    hashes = np.sort(np.concatenate(chunks))
+    hashes = np.sort(np.concatenate(groups))
     if n == len(hashes):
-        return [HashQuota(ALL) for _ in chunks]
+        return [HashQuota(ALL) for _ in groups]
     limit, quotas = hashes[n], []
     rest = n - int(np.searchsorted(hashes, limit))
-    for chunk in chunks:
-        ties = min(rest, int(np.count_nonzero(chunk == limit)))
+    for group in groups:
+        ties = min(rest, int(np.count_nonzero(group == limit)))
         quotas.append(HashQuota(int(limit), ties))
         rest -= ties
     return quotas
@@ -299,8 +299,8 @@ def choose_extra_copies(
 ) -> list[list[HashQuota]]:
     """Choose the documents of a source that get one copy more than floor(weight).
 
-    documents: hashes of the documents of each chunk. limit: those with a lower hash are held out.
-    Returns the [training, held-out] quotas of each chunk.
+    documents: hashes of the documents of each group. limit: those with a lower hash are held out.
+    Returns the [training, held-out] quotas of each group.
     """
     parts = ([between(d, limit, ALL) for d in documents], [between(d, 0, limit) for d in documents])
     both = []
@@ -310,22 +310,22 @@ def choose_extra_copies(
     return [list(pair) for pair in zip(*both, strict=True)]
 
 
-# ---------------------------------------------------------------------------------- one chunk
+# ---------------------------------------------------------------------------------- one group
 
 
 @dataclass
 class Selection:
-    """The documents and copies to take from one chunk; `select` makes it for the worker."""
+    """The documents and copies to take from one group; `select` makes it for the worker."""
 
     weight: float = 1.0
     limit: int = 0  # documents with a lower hash are held out
     quotas: list[HashQuota] | None = None  # [training, held-out], for fractional weights
-    hashes: Path | None = None  # folder that `hash_group` wrote for this chunk
+    hashes: Path | None = None  # folder that `hash_group` wrote for this group
     earlier: Path | None = None  # folder that `find_earlier` wrote, if duplicates are dropped
-    number: int = 0  # index of the chunk
+    number: int = 0  # index of the group
 
     def open(self) -> None:
-        """Load the hashes that earlier chunks have, and those that occur twice in this chunk."""
+        """Load the hashes that earlier groups have, and those that occur twice in this group."""
         self.seen, self.repeated = {}, {}
         for kind in KINDS if self.earlier else ():
             own = np.load(self.hashes / f"{kind}.npy", mmap_mode="r")
