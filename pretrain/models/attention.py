@@ -18,23 +18,28 @@ def attend(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
     qkv: (T, 3, H, d), sequences end to end.
     Returns (T, H, d).
     """
-    if qkv.device.type == "cpu":
-        return attend_groups(qkv, batch, dropout)
-    if has_varlen(qkv.dtype, qkv.shape[-1], gpu_capability()):
-        return attend_varlen(qkv, batch, dropout)
-    return attend_padded(qkv, batch, dropout)
+    return (attend_groups if qkv.device.type == "cpu" else attend_on_gpu)(qkv, batch, dropout)
 
 
-def has_varlen(dtype: torch.dtype, head_size: int, capability: tuple[int, int]) -> bool:
-    """Tell whether a GPU of this compute capability has a varlen kernel for such heads."""
+def attend_on_gpu(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:
+    """Compute attention as `attend` does, on the fastest path of this process's GPU."""
+    is_fast = has_varlen(qkv.dtype, qkv.shape[-1], gpu_generation())
+    return (attend_varlen if is_fast else attend_padded)(qkv, batch, dropout)
+
+
+def has_varlen(dtype: torch.dtype, head_size: int, generation: int) -> bool:
+    """Tell whether a GPU of this generation has a varlen kernel for such heads."""
     is_half = dtype in (torch.bfloat16, torch.float16)
-    return is_half and head_size % 8 == 0 and head_size <= 192 and capability >= (8, 0)
+    return is_half and head_size % 8 == 0 and head_size <= 192 and generation >= 8
 
 
 @torch.compiler.assume_constant_result
-def gpu_capability() -> tuple[int, int]:
-    """Return the compute capability of this process's GPU; (9, 0) is an H100."""
-    return torch.cuda.get_device_capability()
+def gpu_generation() -> int:
+    """Return the major compute capability of this process's GPU: 8 is an A100, 9 an H100.
+
+    A number, because torch 2.11 cannot compile a comparison of tuples that are assumed constant.
+    """
+    return torch.cuda.get_device_capability()[0]
 
 
 def attend_padded(qkv: Tensor, batch: Batch, dropout: float) -> Tensor:

@@ -46,7 +46,8 @@ class Encoder(nn.Module):
         wanted, uses = len(x if rows is None else rows), self.config.num_hidden_layers
         x = fill_rows(x, TOKEN_MULTIPLE)
         rows = None if rows is None else fill_rows(rows, TOKEN_MULTIPLE)
-        x = self.project(x) if self.project else x
+        if self.project:  # to the dtype of all layers: another would need graphs of its own
+            x = self.project(x).to(x.dtype)
         for i in range(uses):
             layer = self.layers[int(i / (uses / len(self.layers)))]  # rounded as in transformers
             inputs = (x, batch, rows if i == uses - 1 else None)
@@ -152,6 +153,9 @@ class PretrainingModel(Encoder):
         # DDP would cut each layer in two at its buckets of 25 MB, to reduce gradients a little
         # earlier: the layers are small enough to be reduced one by one
         torch._dynamo.config.optimize_ddp = False
+        # an ELECTRA has a set for each of its two widths, to train and to evaluate; torch gives up
+        # on a function after eight, without a word where warnings are off
+        torch._dynamo.config.recompile_limit = 32
         for layer in self.all_layers():
             layer.compile(dynamic=True, backend=backend)
 

@@ -16,7 +16,13 @@ from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batches import Batch
 from pretrain.config import Config, ModelConfig
 from pretrain.models import attention, cpu
-from pretrain.models.attention import attend, attend_padded, attend_varlen, has_varlen
+from pretrain.models.attention import (
+    attend,
+    attend_on_gpu,
+    attend_padded,
+    attend_varlen,
+    has_varlen,
+)
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.cpu import LENGTH_MULTIPLE, AttendGroups, Dropout, dropout_noise, lay_out
 
@@ -109,7 +115,9 @@ def device(request, monkeypatch) -> Iterator[torch.device]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     library = register_kernels()
-    monkeypatch.setattr("pretrain.models.layers.attend", attend_varlen)
+    monkeypatch.setattr("pretrain.models.layers.attend", attend_on_gpu)
+    hopper = torch.compiler.assume_constant_result(lambda: 9)
+    monkeypatch.setattr("pretrain.models.attention.gpu_generation", hopper)
     monkeypatch.setattr("pretrain.models.bert.TOKEN_MULTIPLE", 1)
     monkeypatch.setattr(Dropout, "forward", nn.Dropout.forward)
     yield torch.device(request.param)
@@ -217,12 +225,12 @@ def test_only_float32_and_odd_heads_are_padded_on_a_gpu(monkeypatch) -> None:
     taken = []
     for path in ("varlen", "padded"):
         monkeypatch.setattr(attention, f"attend_{path}", lambda *_, path=path: taken.append(path))
-    gpu, turing = (9, 0), (7, 5)
-    for capability, dtype, size in (
+    gpu, turing = 9, 7
+    for generation, dtype, size in (
         *((gpu, torch.bfloat16, 64), (gpu, torch.float16, 128), (gpu, torch.float32, 64)),
         *((gpu, torch.bfloat16, 20), (gpu, torch.bfloat16, 256), (turing, torch.float16, 64)),
     ):
-        monkeypatch.setattr(attention, "gpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(attention, "gpu_generation", lambda generation=generation: generation)
         attend(torch.empty(7, 3, 2, size, dtype=dtype, device="meta"), None, 0.1)
     assert taken == ["varlen"] * 2 + ["padded"] * 4
 
@@ -231,7 +239,7 @@ def test_only_float32_and_odd_heads_are_padded_on_a_gpu(monkeypatch) -> None:
 def test_every_recipe_takes_the_kernel_of_a_gpu(recipe) -> None:
     model = load_config(Config, str(recipe)).model
     size = model.hidden_size // model.num_attention_heads
-    assert has_varlen(torch.bfloat16, size, (8, 0))
+    assert has_varlen(torch.bfloat16, size, 8)
 
 
 # ---------------------------------------------------------------------------------- dropout

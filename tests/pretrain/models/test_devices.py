@@ -25,7 +25,7 @@ from pretrain.sharding import clip_gradients
 
 @pytest.fixture
 def card(monkeypatch) -> torch.device:
-    monkeypatch.setattr(attention, "gpu_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention, "gpu_generation", lambda: 9)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # only a card's driver can
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # unknown to it
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())

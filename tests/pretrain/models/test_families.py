@@ -24,6 +24,7 @@ from pretrain.loss import linear_cross_entropy
 from pretrain.metrics import area_under_curve
 from pretrain.models.attention import attend_padded
 from pretrain.models.bert import PretrainingModel, settle_embeddings
+from pretrain.models.build import model_of
 from pretrain.models.electra import Electra, draw_chance
 from pretrain.objectives import objectives_of
 
@@ -271,6 +272,19 @@ def test_a_divided_step_has_the_sums_of_the_whole(electra, store) -> None:
     batch = batch_of(store, "none")
     parts = electra(batch.slice(0, 3)) + electra(batch.slice(3, 8))
     torch.testing.assert_close(parts, electra(batch), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["electra", "albert"])
+def test_a_projection_gives_the_first_layer_the_dtype_of_the_others(
+    family, store, vocabulary
+) -> None:
+    """A compiled layer has graphs of its own for each dtype, and torch makes so many only."""
+    model, dtypes = model_of(config_of(family, embedding_size=24), len(vocabulary), "none"), []
+    for layer in model.all_layers():
+        layer.register_forward_pre_hook(lambda _, inputs: dtypes.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch_of(store, "none"))
+    assert len(dtypes) > 2 and {*dtypes} == {torch.float32}
 
 
 def test_gradient_checkpointing_holds_for_the_generator_too(electra, store) -> None:
