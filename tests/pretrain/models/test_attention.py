@@ -2,6 +2,7 @@
 as often as it should."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pretrain.models.attention import (
     has_varlen,
 )
 from pretrain.models.bert import PretrainingModel
+from pretrain.models.build import model_of
 from pretrain.models.cpu import LENGTH_MULTIPLE, AttendGroups, Dropout, dropout_noise, lay_out
 
 LENGTHS = (3, 9, 5, 9, 8, 1)
@@ -203,6 +205,26 @@ def test_compiled_layers_with_dropout_are_two_graphs_to_train_and_two_to_evaluat
         compiled.train()
     # the last layer, which computes on fewer tokens, has a graph of its own
     assert counters["stats"]["unique_graphs"] == 4
+
+
+def test_no_layer_is_left_uncompiled_although_torch_makes_eight_graphs_by_default(
+    device, monkeypatch
+) -> None:
+    """An ELECTRA of two widths, in float32, where a single sequence is padded in a way of its own:
+    to train and to evaluate, first layers and the last one have 2 x 2 x 2 graphs and more."""
+    from torch._dynamo.utils import counters
+
+    old = torch.compiler.assume_constant_result(lambda: 7)
+    monkeypatch.setattr("pretrain.models.attention.gpu_generation", old)
+    torch._dynamo.reset()
+    counters.clear()
+    model = model_of(replace(SMALL, architecture="electra"), VOCABULARY, "none").to(device)
+    model.compile_layers(backend="eager")
+    for lengths in ((9, 30, 4), (11, 3), (50,), (9,)):
+        model(batch_of(*lengths).to(device))[:, 0].sum().backward()
+        model.eval().score(batch_of(*lengths).to(device))
+        model.train()
+    assert counters["stats"]["unique_graphs"] > 8
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
