@@ -44,7 +44,7 @@ def area_under_curve(counts: Tensor) -> float:
     counts: (2, BINS), as `loss.count_scores` returns; ties count half. NaN if either kind has no
     token.
     """
-    original, replaced = counts.double()
+    original, replaced = counts.double().cpu()  # a GPU has no deterministic cumsum
     lower = original.cumsum(0) - original / 2
     return float((lower * replaced).sum() / (original.sum() * replaced.sum()))
 

@@ -1,13 +1,16 @@
 """The processes of a run: their device, precision and group, and their collective calls."""
 
 import os
+import shutil
 import socket
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
@@ -94,6 +97,8 @@ def build_accelerator(settings: TrainConfig, phases: list[Phase]) -> Accelerator
         )
     sizes = [(one.train.global_batch_size, one.train.micro_batch_size) for one in phases]
     call_on_all(lambda: [count_passes(*pair, world_size) for pair in sizes])
+    if cuda and is_compiled(settings, accelerator):
+        call_on_all(check_compiler)
     return accelerator
 
 
@@ -139,6 +144,23 @@ def is_compiled(settings: TrainConfig, accelerator: Accelerator) -> bool:
     """Tell whether a run compiles its layers, as `train.compile` says or by default on a GPU."""
     on_gpu = accelerator.device.type == "cuda"
     return on_gpu if settings.compile is None else settings.compile
+
+
+def check_compiler() -> None:
+    """Raise `UserError` if Triton could not build what starts its kernels on a GPU, which it does
+    in the first step of a compiled model, in C; containers for inference often cannot."""
+    missing = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler")
+    headers = sysconfig.get_path("include", "posix_prefix")
+    if not (Path(headers, "Python.h").exists() or os.environ.get("CPATH")):
+        missing.append(f"{headers}/Python.h")
+    check(
+        not missing,
+        f"torch.compile needs {' and '.join(missing)}, which this machine lacks; install gcc and "
+        "the headers of Python (apt install gcc python3-dev), or set train.compile=false, which "
+        "trains more slowly",
+    )
 
 
 def stop_all(message: str, accelerator: Accelerator | PartialState) -> NoReturn:

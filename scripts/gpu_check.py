@@ -1,4 +1,4 @@
-"""Check a GPU machine in ten minutes: is training right there, does it resume, and how fast is it?
+"""Check a GPU machine in ten to fifteen minutes: is training right, does it resume, how fast is it?
 
     python scripts/gpu_check.py --data DIR [--only STAGE ...] [--out FILE] [--device cpu]
 
@@ -55,6 +55,7 @@ from pretrain.metrics import compiled_graphs, peak_flops
 from pretrain.models.attention import attend, attend_padded
 from pretrain.models.bert import PretrainingModel
 from pretrain.optim import build_optimizers, update, zero_gradients
+from pretrain.processes import check_compiler
 from pretrain.sharding import clip_gradients
 from pretrain.tracking import read_metrics
 
@@ -67,6 +68,7 @@ MFU = {("base", 128): 0.44, ("large", 512): 0.51}  # targets, of full sequences
 RATIO = {("base", 128): (1.5, 1.5), ("large", 512): (1.5, 2.0)}  # full, and of a corpus
 DRAWS = 50  # of dropout
 SAVE_EVERY = 5000  # as in configs/bert_base.yaml
+MOST_SECONDS = 300  # of such a run
 STEPS = 12  # of the run that is stopped and resumed
 
 
@@ -370,7 +372,8 @@ def train(
     shards: bool = False,
     more: dict | None = None,
 ) -> None:
-    """Train in other processes, or go on; raises CalledProcessError if it fails.
+    """Train in other processes, or go on; raises CalledProcessError if it fails, TimeoutExpired if
+    it hangs.
 
     shards: FSDP2 in place of DDP.
     more: settings beside those of all runs.
@@ -401,7 +404,8 @@ def train(
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command = [sys.executable, *launcher, str(processes), "--no-python", *command]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    how = {"capture_output": True, "text": True, "timeout": MOST_SECONDS}
+    done = subprocess.run(command, env=env, cwd=ROOT, **how)
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
         done.check_returncode()
@@ -454,6 +458,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch finds no GPU here; --device cpu tries the stages on a CPU")
+    if args.device == "cuda":
+        check_compiler()
     args.out = check_writable(args.out)
     check = Check(torch.device(args.device), args.data.resolve())
     check.note("device", torch.cuda.get_device_name() if check.is_gpu else "cpu")

@@ -17,7 +17,7 @@ from data_pipeline.common.errors import UserError
 from data_pipeline.config_file import load_config
 from pretrain import __main__ as main
 from pretrain.config import Config
-from pretrain.processes import check_ranks_agree, trains_on_gpu
+from pretrain.processes import check_compiler, check_ranks_agree, trains_on_gpu
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,30 @@ def test_a_run_that_is_asked_for_no_gpu_takes_none(monkeypatch) -> None:
     assert trains_on_gpu()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by accelerate launch --cpu
     assert not trains_on_gpu()
+
+
+@pytest.mark.parametrize("lacks", ["a C compiler", "Python.h"])
+def test_a_machine_that_cannot_compile_for_its_gpu_is_told_before_anything_is_written(
+    prepared: Path, tmp_path: Path, monkeypatch, lacks: str
+) -> None:
+    """Triton would end in a traceback, in the first step."""
+    for name in ("CC", "CPATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "include").mkdir()
+    made = {"a C compiler": "bin/gcc", "Python.h": "include/Python.h"}
+    for name, path in made.items():
+        if name != lacks:
+            (tmp_path / path).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path / "include"))
+    monkeypatch.setattr("pretrain.processes.trains_on_gpu", lambda: True)
+    options = ("train.compile=true", "train.precision=fp32")
+    with pytest.raises(UserError, match=f"torch.compile needs [^ ]*{lacks}, which .*compile=false"):
+        train_here(prepared, tmp_path / "run", *options)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / made[lacks]).touch(mode=0o755)
+    check_compiler()
 
 
 @pytest.mark.parametrize("plug_in", ["DEEPSPEED", "MEGATRON_LM"])
