@@ -43,7 +43,8 @@ from data_pipeline.sampling.soundness import check_data
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 from data_pipeline.vocabulary.existing import load_tokenizer, load_whole, read_existing, write_whole
-from data_pipeline.vocabulary.words import END, IdWords, WordIndex, find_units, read_ids, write_ids
+from data_pipeline.vocabulary.id_words import IdWords, find_units, read_ids, write_ids
+from data_pipeline.vocabulary.words import END, WordIndex
 from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import Config
 from pretrain.export import export_checkpoint
