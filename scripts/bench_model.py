@@ -281,7 +281,9 @@ def peer(task: Task, bf16: bool, tuned: bool = True, attention: str = "sdpa") ->
     model.train()
     run, batches = model, [batch.padded(length=task.length) for batch in task.batches]
     if task.device.type == "cuda":
-        # of one shape: eager after eight others; but flash_attn cuts its batches itself
+        # of one shape: eager after eight others; but flash_attn cuts its batches itself, with a
+        # graph for each layer
+        torch._dynamo.config.recompile_limit = 64
         run = torch.compile(model, dynamic=None if attention == "flash_attention_2" else False)
     elif tuned:
         batches = of_similar_length(batches)
@@ -374,9 +376,12 @@ def memory_of(side: str, data_dir: Path, size: str, length: int) -> int:
     return int(out.stdout.split()[-1])
 
 
-def speeds(config: Path, model: dict, train: dict, others: dict, processes: int) -> list[dict]:
+def speeds(
+    config: Path, model: dict, train: dict, others: dict, processes: int, most_s: int | None = None
+) -> list[dict]:
     """Train on two threads in total; returns the logged metrics without the warm-up line.
 
+    Raises TimeoutExpired after `most_s` seconds.
     model, train: fields of these sections. others: other fields, by their full names.
     """
     settings = {f"model.{name}": value for name, value in model.items()}
@@ -389,7 +394,8 @@ def speeds(config: Path, model: dict, train: dict, others: dict, processes: int)
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(2 // processes)}
     with TemporaryDirectory() as run_dir:
         command += [f"run_dir={run_dir}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
+        how = {"check": True, "stdout": subprocess.DEVNULL, "timeout": most_s}
+        subprocess.run(command, env=env, **how)
         lines = read_metrics(Path(run_dir, "metrics.jsonl"))
         return [line for line in lines if "perf/tokens_per_second" in line][1:]
 
@@ -404,7 +410,7 @@ def train_steps(data_dir: Path, size: str, length: int, dropout: float = 0.0) ->
     train |= {"eval_every": 6000, "log_every": STEPS_OF_SAVE, "save_every": STEPS_OF_SAVE}
     others = {"data_dir": data_dir, "data.max_seq_length": length}
     others |= {"data.max_predictions_per_seq": "null"}  # as many as a bare step has
-    return speeds(ROOT / "configs/bert_base.yaml", model, train, others, 1)
+    return speeds(ROOT / "configs/bert_base.yaml", model, train, others, 1, most_s=600)
 
 
 def main() -> None:
