@@ -147,8 +147,10 @@ def is_compiled(settings: TrainConfig, accelerator: Accelerator) -> bool:
 
 
 def check_compiler() -> None:
-    """Raise `UserError` if Triton could not build what starts its kernels on a GPU, which it does
-    in the first step of a compiled model, in C; containers for inference often cannot."""
+    """Raise `UserError` if there is nothing to compile C with.
+
+    In the first step of a compiled model Triton builds the C code that launches its kernels.
+    """
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler")

@@ -78,7 +78,7 @@ def prepare(
         check(
             not (segment and work.whole),
             f"corpus.word_segmenter works on BERT's words only, but {work.vocab.path} has other "
-            "ones, or added tokens that divide them; remove it, or use a vocabulary as BERT's",
+            "ones, or added tokens that divide them; remove it, or use a plain BERT vocabulary",
         )
     run = partial(run_tasks, workers=workers or count_cpus(), cluster=cluster)
     with lock_folder(work.data_dir, shared=array_task is not None):

@@ -1,4 +1,4 @@
-"""Check that the bytes of a corpus file are text in its encoding, and guess what they are else."""
+"""Check that a corpus file's bytes are text in its encoding, and guess what they are if not."""
 
 import codecs
 import re

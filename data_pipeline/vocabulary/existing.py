@@ -188,6 +188,7 @@ def is_berts(tokenizer: dict) -> bool:
 
 
 def other_tokens(tokenizer: dict) -> list[str]:
+    """List the added tokens of a `tokenizer.json` besides BERT's special ones."""
     added = (token["content"] for token in tokenizer.get("added_tokens", []))
     return [token for token in added if token not in SPECIAL_TOKENS]
 
