@@ -19,7 +19,7 @@ from data_pipeline.common.folders import hash_file
 from data_pipeline.common.reading import COUNT, check_regular, read_json, read_utf8
 from data_pipeline.sampling.vocabulary import OTHER_NAMES, Vocabulary, list_pieces
 from pretrain.config import ModelConfig
-from pretrain.families import SETTINGS, SHARED, read_hf_config, read_settings
+from pretrain.families import read_hf_config, read_settings
 from pretrain.models.bert import PretrainingModel
 from pretrain.models.electra import GENERATOR
 
@@ -31,8 +31,9 @@ PER_PIECE = ("embeddings.word.weight", "mlm.bias")  # a row for each piece
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders from TensorFlow
 BUFFERS = re.compile(r"\.(position_ids|token_type_ids)$")
-SAME = (*SHARED, *(name for name in SETTINGS if name.endswith(("_size", "_embeddings"))))
-SAME += ("num_attention_heads", "hidden_act", "layer_norm_eps")  # layers may be fewer
+SAME = ("hidden_size", "intermediate_size", "embedding_size", "type_vocab_size")
+SAME += ("max_position_embeddings", "num_hidden_groups")  # the number of layers may be smaller
+SAME += ("num_attention_heads", "hidden_act", "layer_norm_eps")  # not visible in tensor shapes
 TIED = re.compile(r"(decoder|generator_lm_head)\.(weight|bias)$")
 
 
