@@ -9,6 +9,10 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
+from needed import check_packages
+
+check_packages("torch", "data_pipeline")
+
 import numpy as np
 import torch
 from torch import Tensor

@@ -6,6 +6,10 @@ python scripts/fill_mask.py EXPORT_DIR SENTENCE ...
 import argparse
 from pathlib import Path
 
+from needed import check_packages
+
+check_packages("torch", "data_pipeline")
+
 from accelerate import Accelerator
 
 from data_pipeline.build.probes import encode_texts

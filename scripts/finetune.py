@@ -21,15 +21,9 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# ruff: noqa: E402
-NEEDED = ("torch", "transformers", "data_pipeline")
-if missing := [name for name in NEEDED if not find_spec(name)]:
-    print(
-        f"error: {sys.executable} lacks {', '.join(missing)}; run source .venv/bin/activate in the "
-        "project's folder, or pip install -e '.[hf]' there",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+from needed import check_packages
+
+check_packages("torch", "transformers", "data_pipeline")
 
 import numpy as np
 import tokenizers

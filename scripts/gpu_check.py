@@ -27,10 +27,9 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parent.parent
 # a GPU machine need not have the project installed
 sys.path.insert(0, str(ROOT))
-# ruff: noqa: E402
-NEEDED = ("torch", "omegaconf", "accelerate", "safetensors", "tqdm", "jinja2")
-if missing := [name for name in NEEDED if not find_spec(name)]:
-    sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}; install them with pip")
+from needed import check_packages
+
+check_packages("torch", "omegaconf", "accelerate", "safetensors", "tqdm", "jinja2")
 
 import torch
 from bench_model import (

@@ -8,6 +8,10 @@ import json
 import time
 from pathlib import Path
 
+from needed import check_packages
+
+check_packages("accelerate", "data_pipeline")
+
 from accelerate import Accelerator
 
 from data_pipeline.build.probes import MinimalPair, encode, read_pairs

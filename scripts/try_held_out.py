@@ -7,6 +7,10 @@ python scripts/try_held_out.py EXPORT_DIR DATA_DIR
 import argparse
 from pathlib import Path
 
+from needed import check_packages
+
+check_packages("torch", "data_pipeline")
+
 import numpy as np
 import torch
 from accelerate import Accelerator

@@ -13,10 +13,26 @@ from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import finetune
+import finetune_metrics as ours
+import finetune_train
 import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
+from finetune_data import Example, list_unread, read_examples
+from finetune_tasks import TASKS, Unit
+from finetune_train import (
+    Recipe,
+    Run,
+    Split,
+    build_network,
+    make_batch,
+    shuffled_batches,
+    sorted_batches,
+)
+from finetune_train import finetune as train
+from finetune_words import fit_words, vectorize
 from helpers import ROOT, write_tasks
 from sklearn import metrics as peer
 from sklearn.linear_model import LogisticRegression
@@ -41,25 +57,6 @@ from pretrain.config import ModelConfig
 from pretrain.export import export
 from pretrain.models.bert import PretrainingModel
 from pretrain.read_export import check_ids
-
-sys.path.append(str(ROOT / "scripts"))
-
-import finetune  # noqa: E402
-import finetune_metrics as ours  # noqa: E402
-import finetune_train  # noqa: E402
-from finetune_data import Example, list_unread, read_examples  # noqa: E402
-from finetune_tasks import TASKS, Unit  # noqa: E402
-from finetune_train import (  # noqa: E402
-    Recipe,
-    Run,
-    Split,
-    build_network,
-    make_batch,
-    shuffled_batches,
-    sorted_batches,
-)
-from finetune_train import finetune as train  # noqa: E402
-from finetune_words import fit_words, vectorize  # noqa: E402
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICK = "--seeds 0 --learning-rates 3e-3 --epochs 10 --batch-size 16 --dropout 0 --precision fp32"
@@ -213,15 +210,6 @@ def test_random_weights_and_a_bag_of_words_stand_beside_the_model(
         assert [line for line in table if line.startswith(title) and "0." in line]
     start = table.index("bag of words: dev accuracy by C, a column per seed")
     assert "(epoch" in table[start - 1] and "(epoch" not in "".join(table[start : start + 5])
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_package_that_is_missing_is_named() -> None:
-    path = str(ROOT / "scripts/finetune.py")
-    code = f"import runpy, sys; sys.modules['transformers'] = None; runpy.run_path({path!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and "lacks transformers; run source .venv/bin/activate" in line
 
 
 def test_a_bag_of_words_bears_a_draw_of_one_label() -> None:
