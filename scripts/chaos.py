@@ -31,18 +31,18 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from data_pipeline.common.arguments import config_parser  # noqa: E402
-from data_pipeline.common.errors import check, run_command  # noqa: E402
-from data_pipeline.common.folders import hash_file  # noqa: E402
-from data_pipeline.config_file import load_config  # noqa: E402
-from pretrain.checkpoint import (  # noqa: E402
+from data_pipeline.common.arguments import config_parser
+from data_pipeline.common.errors import check, run_command
+from data_pipeline.common.folders import hash_file
+from data_pipeline.config_file import load_config
+from pretrain.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
     read_state,
     step_of,
 )
-from pretrain.config import Config  # noqa: E402
-from pretrain.tracking import read_metrics  # noqa: E402
+from pretrain.config import Config
+from pretrain.tracking import read_metrics
 
 # Where a fault may come: module:function, whose calls a run without faults counts first.
 TRAINING = (

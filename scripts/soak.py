@@ -21,10 +21,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from data_pipeline.common.arguments import config_parser  # noqa: E402
-from data_pipeline.common.errors import check, run_command  # noqa: E402
-from data_pipeline.common.folders import check_writable, write_file  # noqa: E402
-from data_pipeline.common.pages import Line, draw_chart, render_template  # noqa: E402
+from data_pipeline.common.arguments import config_parser
+from data_pipeline.common.errors import check, run_command
+from data_pipeline.common.folders import check_writable, write_file
+from data_pipeline.common.pages import Line, draw_chart, render_template
 
 MOST = 0.2  # MB a minute
 MINUTES = 0.1  # a shorter time shows no growth

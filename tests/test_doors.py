@@ -59,7 +59,6 @@ from pretrain.report import render_runs
 from pretrain.run_record import RunRecord
 from pretrain.train import train
 
-sys.path.insert(0, str(ROOT / "scripts"))
 CASES = int(os.environ.get("DOORS", 25))
 DATA_SETS = {  # task -> its files, as `write_tasks` names them
     "classification": "reviews/{}.tsv",

@@ -3,15 +3,16 @@ export takes it."""
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
+import embed
+import minimal_pairs
 import numpy as np
 import pytest
 import torch
+from fill_mask import fill_mask
 from helpers import (
     NO_DROPOUT,
-    ROOT,
     TWO_STEPS,
     assert_same_run,
     check_hashes,
@@ -22,19 +23,13 @@ from helpers import (
 )
 from transformers import AutoConfig
 
-sys.path.append(str(ROOT / "scripts"))
-
-import embed  # noqa: E402
-import minimal_pairs  # noqa: E402
-from fill_mask import fill_mask  # noqa: E402
-
-from data_pipeline.build.probes import read_pairs  # noqa: E402
-from data_pipeline.sampling.vocabulary import read_vocabulary  # noqa: E402
-from pretrain.checkpoint import list_checkpoints  # noqa: E402
-from pretrain.export import export_checkpoint  # noqa: E402
-from pretrain.models.bert import PretrainingModel  # noqa: E402
-from pretrain.read_export import load_export  # noqa: E402
-from pretrain.read_run import read_run_config  # noqa: E402
+from data_pipeline.build.probes import read_pairs
+from data_pipeline.sampling.vocabulary import read_vocabulary
+from pretrain.checkpoint import list_checkpoints
+from pretrain.export import export_checkpoint
+from pretrain.models.bert import PretrainingModel
+from pretrain.read_export import load_export
+from pretrain.read_run import read_run_config
 
 FAMILIES = {
     "roberta": ("model.architecture=roberta", "data.objective=none"),

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -12,29 +11,26 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from helpers import ROOT, assert_same_run, check_hashes, run, train_here
+from fill_mask import fill_mask
+from helpers import assert_same_run, check_hashes, run, train_here
 from other_tokenizers import KINDS
 from safetensors.torch import load_file, save_file
 
-sys.path.append(str(ROOT / "scripts"))
-
-from fill_mask import fill_mask  # noqa: E402
-
-from data_pipeline.build.prepare import prepare  # noqa: E402
-from data_pipeline.common.errors import UserError  # noqa: E402
-from data_pipeline.config import DataConfig, VocabConfig  # noqa: E402
-from data_pipeline.config_file import load_config  # noqa: E402
-from data_pipeline.sampling.batch_source import BatchSource  # noqa: E402
+from data_pipeline.build.prepare import prepare
+from data_pipeline.common.errors import UserError
+from data_pipeline.config import DataConfig, VocabConfig
+from data_pipeline.config_file import load_config
+from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from data_pipeline.sampling.vocabulary import TOKENIZER_FILES, read_vocabulary
 from data_pipeline.vocabulary.existing import read_existing
-from pretrain.config import Config  # noqa: E402
-from pretrain.export import export, export_checkpoint  # noqa: E402
-from pretrain.init_from import find_sources, hash_weights, split_piece, start_from  # noqa: E402
-from pretrain.models.bert import PretrainingModel, continue_positions  # noqa: E402
-from pretrain.models.build import model_of  # noqa: E402
-from pretrain.read_export import load_export  # noqa: E402
-from pretrain.read_run import read_run_config  # noqa: E402
+from pretrain.config import Config
+from pretrain.export import export, export_checkpoint
+from pretrain.init_from import find_sources, hash_weights, split_piece, start_from
+from pretrain.models.bert import PretrainingModel, continue_positions
+from pretrain.models.build import model_of
+from pretrain.read_export import load_export
+from pretrain.read_run import read_run_config
 
 SIZES = {
     "hidden_size": 32,

@@ -9,16 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_figures
+import bench_peers
+import benchmark
 import pytest
 from helpers import ROOT, fork
 
 from data_pipeline.config import CorpusConfig, DataConfig, SourceConfig
-
-sys.path.append(str(ROOT / "scripts"))
-
-import bench_figures  # noqa: E402
-import bench_peers  # noqa: E402
-import benchmark  # noqa: E402
 
 KEYS = ["figure", "unit", "ours", "peer", "ratio", "target", "runs", "spread", "threads"]
 

@@ -1,19 +1,16 @@
 """What is interrupted in any way ends with the bits of what is not."""
 
 import shutil
-import sys
 import time
 from copy import copy
 from pathlib import Path
 
+import chaos
 import pytest
 import torch
-from helpers import ROOT, fork
+from helpers import fork
 
 from pretrain.checkpoint import save_checkpoint
-
-sys.path.append(str(ROOT / "scripts"))
-import chaos  # noqa: E402
 
 OVERRIDES = ["train.micro_batch_size=4", "train.eval_examples=16"]
 

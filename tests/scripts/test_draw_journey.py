@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import draw_journey
 import pytest
 from helpers import ROOT
 from tokenizers import Tokenizer
@@ -16,10 +17,6 @@ from data_pipeline.config_file import load_config
 from data_pipeline.sampling.batch_source import BatchSource
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import Config
-
-sys.path.append(str(ROOT / "scripts"))
-
-import draw_journey  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,14 @@ import shutil
 import subprocess
 import sys
 
+import embed
 import numpy as np
 import pytest
 import torch
 from helpers import ROOT
 from safetensors.torch import load_file, save_file
 
-sys.path.append(str(ROOT / "scripts"))
-
-import embed  # noqa: E402
-
-from data_pipeline.common.errors import UserError  # noqa: E402
+from data_pipeline.common.errors import UserError
 
 TEXTS = ["A class.", "It returns the value of an attribute of the object.", "The end"] * 30
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soak
 from helpers import ROOT
 from html_page import Page
-
-sys.path.append(str(ROOT / "scripts"))
-import soak  # noqa: E402
 
 SECONDS = np.arange(600.0)
 

@@ -6,15 +6,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, train_here
+import try_held_out
+from helpers import train_here
 
 from data_pipeline.common.errors import run_command
 from data_pipeline.sampling.token_store import TokenStore
 from pretrain.config import ModelConfig
 from pretrain.models.bert import PretrainingModel
-
-sys.path.append(str(ROOT / "scripts"))
-import try_held_out  # noqa: E402
 
 
 @pytest.fixture(scope="module")
