@@ -142,6 +142,11 @@ def list_files(patterns: list[str]) -> list[str]:
         elif os.path.isdir(pattern):
             inside = f"{pattern.rstrip('/')}/*.txt"
             raise UserError(f"corpus file {pattern} is a folder; name its files: '{inside}'")
+        elif os.path.exists(pattern):
+            raise UserError(
+                f"corpus file {pattern} is a pipe or a device; save its text in a file, which is "
+                "read more than once"
+            )
         elif not found:
             what = "no file matches" if has_magic(pattern) else "no corpus file at"
             advice = "correct corpus.files"

@@ -8,6 +8,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import re
 import tarfile
 from itertools import groupby
@@ -371,6 +372,12 @@ def test_an_encoding_that_the_first_bytes_tell_is_read_whole(tmp_path: Path):
 def test_files_that_are_not_there_are_named(tmp_path: Path, name: str, message: str):
     with pytest.raises(UserError, match=message):
         read(tmp_path / name)
+
+
+def test_a_pipe_is_named(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"pipe is a pipe or a device; save its text in a file"):
+        read(tmp_path / "pipe")
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path):
