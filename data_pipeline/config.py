@@ -67,7 +67,7 @@ class DatasetConfig:
 @dataclass
 class SourceConfig:
     builtin: str | None = None
-    """`python-docs`: the English prose of the installed Python packages."""
+    """`python-docs`: the English prose in the docstrings of Python and of seven packages."""
     files: Any = None
     """Files or globs, also .gz, .bz2, .xz, .zst, or folders of `save_to_disk`: one or a list."""
     dataset: DatasetConfig | None = None
@@ -86,7 +86,8 @@ class SourceConfig:
     """What to do with a row of JSON, CSV or TSV without its text: `stop` names it, `skip` skips and
     counts it; more than 1 % of a source always stops."""
     language: str = "en"
-    """ISO 639 code for the sentence splitter, with two letters if there is such a code."""
+    """ISO 639 code, with two letters if there is such a code: for the sentence splitter, and for
+    accents if `vocab.strip_accents` is null."""
     word_segmenter: str | None = None
     """Words to mask whole: null: BERT's words; `segmenter`: rjieba's, for Chinese; or a function
     `package.module:function`, or `FILE.py:function` of a file beside the config, that divides a str
@@ -155,8 +156,8 @@ class SourceConfig:
 @dataclass
 class CorpusConfig(SourceConfig):
     sources: list[SourceConfig] = field(default_factory=list)
-    """Several sources instead of one, each with the fields above; the first that contains a text
-    keeps it."""
+    """Several sources instead of one, each with the fields above. The one with the largest weight
+    (above 1 counts as 1) keeps a text that several have, of equal ones the first."""
     plug_ins: list[str] = field(default_factory=list)
     """Modules whose functions `word_segmenter` and `sentence_splitter` may name, since their code
     runs."""
@@ -206,15 +207,15 @@ class VocabConfig:
     train one. A tokenizer of another kind than BERT's is used with its own text rules."""
     size: int | None = number(None, "[16, 1e6]")
     """Pieces to train, special tokens included; the file is padded with [unusedN] to a multiple of
-    64. Null: 30522, or all of `path`."""
+    64. Null: 30522, or all of `path` or `init_from`."""
     extend: int | None = number(None, "[1, 1e6]")
     """Pieces of the corpus to add to those of `path` or `init_from`; null: none."""
     lowercase: bool = True
     """Lower-case the text."""
     strip_accents: bool | None = None
     """Drop accents: é becomes e, but also が becomes か and 각 three letters. Null: drop them with
-    `lowercase` if all text is English or Chinese, as in their published BERTs, or if `path` is
-    given."""
+    `lowercase` if all text is English or Chinese, as in their published BERTs, or if `path` or
+    `init_from` is given."""
     handle_chinese_chars: bool = True
     """Make every Chinese character a word of its own."""
     min_frequency: int = number(2, "[1, 1e12]")
@@ -253,7 +254,8 @@ class PairsConfig:
     max_predictions_per_seq: int | None = number(None, "[1, 1e6]")
     """Maximum number of predicted tokens per sequence; null: no limit."""
     short_seq_prob: float = number(0.1, "[0, 1)")
-    """Share of the sequences that aim at a random shorter length, as fine-tuning will see."""
+    """Share of the sequences that aim at a random shorter length, as fine-tuning will see. Besides,
+    the first of each document aims at a random length of at least half."""
 
     def validate(self) -> None:
         check_numbers(self, "data")
@@ -308,7 +310,7 @@ class DataConfig:
     """Hugging Face folder of a model to start from, with its sizes and, unless `vocab.path` is
     given, its vocabulary; null: start from random weights."""
     seed: int = number(0, "[0, 9223372036854775808)")
-    """Seed of everything that is drawn."""
+    """Seed of all that is drawn but evaluations, which have the same sequences for every seed."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     """Where the text comes from."""
     vocab: VocabConfig = field(default_factory=VocabConfig)

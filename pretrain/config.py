@@ -37,7 +37,7 @@ class ModelConfig:
     intermediate_size: int | None = number(None, "[1, 1e6]")
     """Width of the feed-forward layers; null: 4 x hidden_size."""
     hidden_act: str = "gelu"
-    """Activation: gelu (erf), gelu_new (tanh), relu, silu."""
+    """Activation: gelu (erf), gelu_new or gelu_pytorch_tanh (tanh), relu, silu."""
     hidden_dropout_prob: float = number(0.1, "[0, 1)")
     """Dropout of embeddings and of each sublayer's output, in training."""
     attention_probs_dropout_prob: float = number(0.1, "[0, 1)")
@@ -159,7 +159,7 @@ class PhaseConfig:
     single_segment_prob: float | None = number(None, "[0, 1]")
     """Share of sequences with one segment."""
     short_seq_prob: float | None = number(None, "[0, 1)")
-    """Share of sequences with a random shorter target length."""
+    """Share of sequences that aim at a random shorter length."""
     global_batch_size: int | None = number(None, "[1, 1e7]")
     """Sequences of a step, over all processes."""
     micro_batch_size: int | None = number(None, "[1, 1e7]")
@@ -196,7 +196,7 @@ class TrainConfig:
     warmup_steps: float = number(0.01, "[0, 1e9]")
     """Steps of linear warm-up; below 1: their share of the schedule's steps."""
     schedule: str = "linear"
-    """Decay from the end of the warm-up to 0 at the end of the run: `linear`, `cosine`,
+    """Decay from the end of the warm-up to 0 at the end of the schedule: `linear`, `cosine`,
     `polynomial`, or `trapezoid` (constant until `decay_steps` before the end, then linear)."""
     decay_power: float = number(0.5, "(0, 100]")
     """Exponent p of `polynomial`: (remaining share of the decay) ** p."""
@@ -224,8 +224,8 @@ class TrainConfig:
     """Store only the input of each layer and recompute the rest in the backward pass: the same
     results in less memory, with a third more compute."""
     precision: str = "auto"
-    """`fp32`, `bf16` (autocast), or `auto`: bf16 where the GPU or CPU has bf16 instructions (on a
-    CPU 1.6 to 1.8 times as fast), fp32 elsewhere."""
+    """`fp32`, `bf16` (autocast), or `auto`: bf16 on a GPU with bf16 instructions and a CPU with
+    AVX512-BF16 (there 1.6 to 1.8 times as fast), fp32 elsewhere."""
     compile: bool | None = None
     """Compile the layers with torch.compile; null: on a GPU only, since a CPU gains nothing
     measurable."""
@@ -351,7 +351,7 @@ class Config(DataConfig):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Experiment tracking."""
     export: ExportConfig = field(default_factory=ExportConfig)
-    """Model card of the export."""
+    """Licence and dropout of the export."""
 
     @classmethod
     def defaults(cls, given: DictConfig) -> dict:
