@@ -106,7 +106,7 @@ def report(run_dir: Path, config: Config, lines: Iterable[dict]) -> None:
         group=settings.group,
         tags=settings.tags,
         id=identity.read_text(),
-        dir=run_dir,
+        dir=str(run_dir),
         config=asdict(config),
         resume="allow",
         settings=wandb.Settings(init_timeout=60),
