@@ -56,7 +56,8 @@ class HeldOut:
         source = BatchSource(store, data, SEED)
         self.size = min(examples, source.part_size(0))
         starts = range(0, self.size, micro_batch_size)
-        bands = frequency_bands(sample_counts(train))
+        known = sample_counts(train)
+        bands = frequency_bands(known)
         self.batches: list[tuple[Batch, torch.Tensor, bool]] = []  # batch, `token_groups`, counted?
         for i, is_counted in turns(len(starts), accelerator):
             start = starts[i]
@@ -72,7 +73,7 @@ class HeldOut:
         self.baselines = {
             f"eval/{name}": value
             for one in objectives_of(data.objective)
-            for name, value in one.baselines(store, pairs, epoch).items()
+            for name, value in one.baselines(store, known, pairs, epoch).items()
         }
 
 

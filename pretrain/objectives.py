@@ -5,10 +5,10 @@ weight x (sum of losses) / (count in the whole step).
 
 Each objective has a `name` (the prefix of its metrics), the `heads` of the model that it needs, a
 `weight`, `count(batch)` (the number of its labels in a batch), `measure(model, states, batch)`,
-which returns a row of three sums, and `baselines(store, pairs, epoch)`: the scores of guesses
-without a model on held-out documents. Only `ReplacedTokens` is measured differently: `Electra`
-gives it the logits of a batch whose masks its generator has filled. Rows of micro-batches,
-processes and steps are added up; a metric is a quotient of such sums.
+which returns a row of three sums, and `baselines(store, known, pairs, epoch)`: the scores of
+guesses without a model on held-out documents. Only `ReplacedTokens` is measured differently:
+`Electra` gives it the logits of a batch whose masks its generator has filled. Rows of
+micro-batches, processes and steps are added up; a metric is a quotient of such sums.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from data_pipeline.sampling.baselines import (
     accuracy_by_lengths,
     accuracy_by_shared_words,
-    unigram_entropy,
+    unigram_loss,
 )
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.token_store import TokenStore
@@ -46,7 +46,9 @@ class Objective:
     def count(self, batch: Batch) -> int:
         return len(batch.masked_labels)
 
-    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
+    def baselines(
+        self, store: TokenStore, known: np.ndarray, pairs: np.ndarray, epoch: np.ndarray
+    ) -> dict:
         return {}
 
 
@@ -80,11 +82,14 @@ class MaskedLM(Objective):
         *sums, drawn = linear_cross_entropy(x, weight, bias, batch.masked_labels, chance)
         return row(*sums, self.count(batch)), drawn
 
-    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
-        """Compute the loss (nats) and accuracy of a model that knows only token frequencies."""
+    def baselines(
+        self, store: TokenStore, known: np.ndarray, pairs: np.ndarray, epoch: np.ndarray
+    ) -> dict:
+        """Compute the loss (nats) and accuracy of a model that knows only the token frequencies of
+        the training text, `known` (V,)."""
         counts = store.token_counts()
-        accuracy = float(counts.max() / counts.sum())
-        return {"unigram_entropy": unigram_entropy(counts), "unigram_accuracy": accuracy}
+        accuracy = float(counts[known.argmax()] / counts.sum())
+        return {"unigram_entropy": unigram_loss(counts, known), "unigram_accuracy": accuracy}
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,9 @@ class SentencePairs(Objective):
         loss, right = next_sentence_loss(model.pair_logits(states.first), batch.next_sentence_label)
         return row(loss, right, self.count(batch))
 
-    def baselines(self, store: TokenStore, pairs: np.ndarray, epoch: np.ndarray) -> dict:
+    def baselines(
+        self, store: TokenStore, known: np.ndarray, pairs: np.ndarray, epoch: np.ndarray
+    ) -> dict:
         """Compute the accuracies of one answer for all `pairs`, and of guesses by lengths and by
         shared words, which are fitted and tested on the pairs of an `epoch`."""
         is_one = float(pairs["label"].mean())

@@ -109,3 +109,16 @@ def unigram_entropy(counts: np.ndarray) -> float:
     """Compute the loss (nats) of a model that knows token frequencies and uses no context."""
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
+
+
+def unigram_loss(counts: np.ndarray, known: np.ndarray) -> float:
+    """Compute the loss (nats per token) of a model that knows only the token frequencies of another
+    text.
+
+    A small text has a lower entropy, but no model can know its frequencies.
+
+    counts: (V,), of the tokens of the text that is judged.
+    known: (V,), of those of the other; 0.1 is added, as where the MLM bias starts.
+    """
+    q = (known + 0.1) / (known + 0.1).sum()
+    return float(-(counts * np.log(q)).sum() / counts.sum())

@@ -164,8 +164,13 @@ def test_without_masked_tokens_there_are_zeros_and_no_nan(
 def test_baselines_say_what_no_model_is_needed_for(prepared: Path, store: TokenStore) -> None:
     held_out = build_held_out(prepared, store)
     tokens = TokenStore.open(prepared / "data/store", "held_out", store.vocabulary)
-    counts = np.bincount(tokens.take(np.arange(len(tokens))))
-    assert held_out.baselines["eval/unigram_accuracy"] == counts.max() / len(tokens)
+    seen = tokens.take(np.arange(len(tokens))).astype(int)
+    known = np.bincount(store.take(np.arange(len(store))), minlength=len(store.vocabulary))
+    common = (seen == known.argmax()).mean()
+    assert held_out.baselines["eval/unigram_accuracy"] == pytest.approx(common)
+    chance = (known + 0.1) / (known + 0.1).sum()
+    loss = -np.log(chance[seen]).mean()
+    assert held_out.baselines["eval/unigram_entropy"] == pytest.approx(loss)
     without_pairs = build_held_out(prepared, store, objective="none").baselines
     for name in ("majority", "by_lengths", "by_shared_words"):
         assert f"eval/nsp_{name}" in held_out.baselines
@@ -184,7 +189,7 @@ def test_the_majority_is_of_the_label_that_most_pairs_have(store: TokenStore) ->
     pairs = BatchSource(store, PairsConfig(max_seq_length=64), seed=0).pairs(0)[:40].copy()
     for ones in (10, 30):
         pairs["label"] = np.arange(40) < ones
-        assert SentencePairs().baselines(store, pairs, pairs)["nsp_majority"] == 0.75
+        assert SentencePairs().baselines(store, np.ones(1), pairs, pairs)["nsp_majority"] == 0.75
 
 
 def test_shared_words_tell_a_copy_from_a_stranger(store: TokenStore) -> None:

@@ -5,7 +5,13 @@ import pytest
 from reference_pairs import make_store
 
 from data_pipeline.sampling import baselines
-from data_pipeline.sampling.baselines import accuracy, half_of, share_of_words, unigram_entropy
+from data_pipeline.sampling.baselines import (
+    accuracy,
+    half_of,
+    share_of_words,
+    unigram_entropy,
+    unigram_loss,
+)
 from data_pipeline.sampling.pairs import PAIR
 from data_pipeline.sampling.token_store import TokenStore
 
@@ -62,3 +68,12 @@ def test_a_table_of_two_features_tells_what_neither_tells() -> None:
 
 def test_the_entropy_of_tokens_knows_none_that_do_not_occur() -> None:
     assert unigram_entropy(np.array([1, 0, 1, 2])) == pytest.approx(1.5 * np.log(2))
+
+
+def test_frequencies_of_another_text_cost_its_entropy_and_what_they_differ_by() -> None:
+    text, known = np.array([3, 1, 0, 0]), np.array([1, 2, 4, 0])
+    p, q = text / 4, (known + 0.1) / 7.4
+    apart = sum(p[i] * np.log(p[i] / q[i]) for i in (0, 1))
+    assert unigram_loss(text, known) == pytest.approx(unigram_entropy(text) + apart)
+    assert unigram_loss(known, known * 10**6) == pytest.approx(unigram_entropy(known))
+    assert np.isfinite(unigram_loss(np.array([0, 0, 0, 1]), known))
