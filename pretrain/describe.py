@@ -6,6 +6,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from data_pipeline.common.errors import red
 from data_pipeline.sampling.batch_source import BatchSource, count_passes, largest_pass
 from data_pipeline.sampling.batches import Batch
 from data_pipeline.sampling.pairs import LABELS
@@ -165,15 +166,24 @@ def say_quality(metrics: dict[str, float]) -> str:
     return "; ".join(phrases) or "no text is held out to evaluate the model on"
 
 
-def describe_end(run_dir: Path, step: int, seconds: float, evaluation: dict[str, float]) -> None:
+def describe_end(
+    run_dir: Path,
+    step: int,
+    seconds: float,
+    evaluation: dict[str, float],
+    verdict: tuple[str, str],
+) -> None:
     """Print the results of a run, its output files, and how to train further.
 
     evaluation: None stands for a number that was not finite.
+    verdict: that of the run report, and its reason, which are printed if they are no praise.
     """
     print(
         f"done: {step:,} step{'s' * (step != 1)}; this command trained for {say_duration(seconds)}"
     )
     print(say_quality({name: value for name, value in evaluation.items() if value is not None}))
+    if verdict[0] in ("Overfits", "Gets worse", "Has not left the plateau"):
+        print(red(f"{verdict[0].lower()}: {verdict[1]}"))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {
         "export": "the model; load it with from_pretrained of transformers",

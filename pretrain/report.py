@@ -68,7 +68,10 @@ PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 
 
 def judge_run(run: RunRecord) -> tuple[str, str]:
-    """Judge where a run stands; returns the verdict and the reason for it."""
+    """Judge where a run stands; returns the verdict and the reason for it.
+
+    All verdicts but "Learns" and "Not evaluated yet" are of runs in trouble.
+    """
     losses, entropies = run.losses("eval"), run.series("eval/unigram_entropy")
     recorded = [line["eval/mlm_loss"] for line in run.lines if "eval/mlm_loss" in line]
     if recorded and recorded[-1] is None:
@@ -85,11 +88,12 @@ def judge_run(run: RunRecord) -> tuple[str, str]:
         told = f"the held-out loss is {last:.3f}, {last - best:.2f} nats above its best at step "
         told += f"{best_step:,}"
         trained = run.losses("train")
-        then = [loss for step, loss in trained if step <= best_step][-RECENT:]
+        before = [loss for step, loss in trained if step <= best_step][-RECENT:]
+        then = before or [loss for _, loss in trained[:1]]
         now = [loss for _, loss in trained[-RECENT:]]
         if then and statistics.mean(now) < statistics.mean(then):
             return "Overfits", f"{told}, while the training loss has fallen"
-        return "Gets worse", f"{told}, and the training loss has not fallen since"
+        return "Gets worse", told + ", and the training loss has not fallen since" * bool(before)
     return "Learns", f"the held-out loss of {last:.3f} is {below}"
 
 
@@ -380,13 +384,18 @@ def write_report(run_dirs: list[Path], out: Path) -> None:
     write_file(out, render_runs(runs).encode("utf-8"))
 
 
-def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> None:
-    """Write `report.html` of a run at work; a failure is one warning, since it must stop no run."""
+def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> tuple[str, str]:
+    """Write `report.html` of a run at work, and return what `judge_run` says of it.
+
+    A failure is one warning, since it must stop no run.
+    """
     try:
         write_report([run_dir], run_dir / "report.html")
+        return judge_run(RunRecord(run_dir))
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         log_line(f"warning: report.html was not written, the run continues: {reason}")
+        return "", ""
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ class RunRecord:
 
     def is_single(self, done: int) -> bool:
         """Tell whether step `done` had single segments only."""
-        return phase_at(self.phases, done - 1).data.single_segment_prob == 1
+        return phase_at(self.phases, max(done - 1, 0)).data.single_segment_prob == 1
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """List (tokens seen, value) of a metric."""

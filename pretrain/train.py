@@ -151,7 +151,8 @@ class Record:
         self.monitor = Monitor(run.phases, counts, unknown, kept, self.log_line, state["step"])
         if run.is_main:
             reports = run.config.tracking.wandb is not None
-            is_due = state.get("evaluation_due", False)
+            # step 0 has been evaluated if a run was killed before its first checkpoint
+            is_due = state.get("evaluation_due", False) or not state["step"]
             self.tracker = Tracker(run.run_dir, state["step"], reports, is_due)
         self.patience = launcher_patience()
 
@@ -289,22 +290,22 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
     probes; checkpoint and export record the metrics.
 
     A signal stops the run between two batches, or two passes of the probes; the next start then
-    evaluates.
+    evaluates. Before the first step there is nothing to save yet, so that step is made first.
     """
     found, others = {}, {}
-    keys = judged_by(run.config, phase_at(run.phases, done - 1))
+    keys = judged_by(run.config, phase_at(run.phases, max(done - 1, 0)))
     with record.clock.paused():
         for key in sorted(run.held_out.keys() & keys):
             one = evaluate(run.bare, run.held_out[key], run.accelerator)
             if one is None:
-                leave_evaluation(run, record, done)
+                return leave_evaluation(run, record, done)
             length, _ = key
             is_base = length == run.config.data.max_seq_length
             found |= one if is_base else name_length(one, length)
         if run.probes:
             scored = run.probes.measure(run.bare, run.accelerator)
             if scored is None:
-                leave_evaluation(run, record, done)
+                return leave_evaluation(run, record, done)
             found |= scored
             others = run.probes.fill(run.bare, run.accelerator)
         run.state |= {"evaluation": found, "evaluated_step": done}
@@ -317,9 +318,12 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
 
 
 def make_due_evaluation(run: Run, record: Record) -> None:
-    """Repeat the evaluation that a signal interrupted before this start, if any, and evaluate a run
-    whose `max_steps` was lowered to the step that it has reached."""
+    """Repeat the evaluation that a signal interrupted before this start, if any. Evaluate a model
+    of `init_from` before it is trained, and a run whose `max_steps` was lowered to the step that it
+    has reached."""
     step = run.state["step"]
+    if not step and run.is_evaluated and run.config.init_from:
+        evaluate_run(run, record, 0)
     is_due = run.state.pop("evaluation_due", False)
     if run.is_evaluated and step == run.config.train.max_steps:
         # checkpoints of 0.2.0 do not say when they were evaluated
@@ -329,10 +333,12 @@ def make_due_evaluation(run: Run, record: Record) -> None:
         save_run(run, record, step)
 
 
-def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:
-    """Stop all ranks on a signal during an evaluation, which the next start repeats."""
-    run.state["evaluation_due"] = True
-    stop_run(run, record, done, agree_on_signal(run.accelerator))
+def leave_evaluation(run: Run, record: Record, done: int) -> None:
+    """Stop all ranks on a signal during an evaluation, which the next start repeats; before the
+    first step, go on to it."""
+    if done:
+        run.state["evaluation_due"] = True
+        stop_run(run, record, done, agree_on_signal(run.accelerator))
 
 
 def save_run(run: Run, record: Record, done: int) -> None:
@@ -414,8 +420,8 @@ def finish(run: Run, record: Record) -> None:
             seconds = time.perf_counter() - record.left.began
             checkpoint = newest_checkpoint(run_dir / "checkpoints")
             export_checkpoint(checkpoint, run.config, run_dir / "export")
-            refresh_report(run_dir, print)
-            describe_end(run_dir, state["step"], seconds, state["evaluation"])
+            verdict = refresh_report(run_dir, print)
+            describe_end(run_dir, state["step"], seconds, state["evaluation"], verdict)
 
 
 def leave_group(run: Run) -> None:

@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from fill_mask import fill_mask
-from helpers import assert_same_run, check_hashes, run, train_here
+from helpers import assert_same_run, check_hashes, metrics, run, train_here
 from other_tokenizers import KINDS
 from safetensors.torch import load_file, save_file
 
@@ -197,6 +197,8 @@ def test_a_run_starts_there_resumes_and_says_so(
     found, wanted = load_file(tmp_path / "a/export/model.safetensors"), weights_of(folder)
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    before, after = (row["eval/mlm_loss"] for row in metrics(tmp_path / "a") if "eval/loss" in row)
+    assert metrics(tmp_path / "a")[0]["step"] == 0 and abs(before - after) < 1e-5
     fingerprint = json.loads((tmp_path / "a/fingerprint.json").read_text())
     assert fingerprint["init_from_sha256"] == hash_weights(folder)
     card = (tmp_path / "a/export/README.md").read_text()
@@ -209,6 +211,9 @@ def test_a_run_starts_there_resumes_and_says_so(
     train_here(prepared, tmp_path / "b", *here)
     assert "starts from" not in capsys.readouterr().out
     assert_same_run(tmp_path / "a", tmp_path / "b")
+    shutil.copytree(tmp_path / "a", tmp_path / "c", ignore=shutil.ignore_patterns("step-*", "exp*"))
+    train_here(prepared, tmp_path / "c", *here)  # as if killed before its first checkpoint
+    assert_same_run(tmp_path / "a", tmp_path / "c")
     save_peer(tmp_path / "moved", "BertForPreTraining", vocab_dir, initializer_range=0.5)
     weights = load_file(tmp_path / "moved/model.safetensors")
     weights["bert.embeddings.LayerNorm.bias"] += 1

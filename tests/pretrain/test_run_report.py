@@ -153,6 +153,23 @@ def test_a_run_is_judged_by_its_losses(tmp_path: Path, verdict, training, held_o
     assert verdict in page_of(tmp_path).text
 
 
+@pytest.mark.parametrize(
+    ("training", "verdict", "end"),
+    [
+        ([5.8], "Gets worse", "at step 0"),
+        ([6.0, 5.8], "Overfits", "at step 0, while the training loss has fallen"),
+    ],
+)
+def test_a_run_that_is_worse_than_its_start_is_told(
+    tmp_path: Path, training, verdict: str, end: str
+) -> None:
+    lines = [trained(100 * i, loss) for i, loss in enumerate(training, 1)]
+    run = write_run(tmp_path, [evaluated(0, 5.0), *lines, evaluated(200, 5.2)])
+    found, why = judge_run(run)
+    assert found == verdict and why == f"the held-out loss is 5.200, 0.20 nats above its best {end}"
+    assert "Best held-out loss so far: 5.000 at step 0." in page_of(tmp_path).text
+
+
 def test_losses_of_pairs_are_not_compared_with_those_of_single_segments(tmp_path: Path) -> None:
     phases = [{"steps": 0.5, "single_segment_prob": 1}, {"steps": 0.5}]
     losses = {250: 5.5, 500: 3.0, 750: 5.3, 1000: 5.2}
