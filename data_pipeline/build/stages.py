@@ -67,6 +67,10 @@ NOT_LATIN = (
     "most of its letters are not Latin, but its language is set to {}; set corpus.language, which "
     "decides where sentences end and whether accents stay"
 )
+WRAPPED = (
+    "its lines seem wrapped at {} characters, but a line is a paragraph, and no sentence goes on in "
+    "the next; unwrap it, as docs/corpus.md shows"
+)
 SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chinese characters
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
 LANGUAGE_SAMPLE = 1 << 16  # characters of each source by which Chinese is recognised
@@ -153,7 +157,7 @@ def write_vocab(work: Work) -> None:
     it fits the held-out ones."""
     check_unchanged(work.chunks)
     check_corpus(work.stats, work.config, work.groups)
-    warn_of_languages(work)
+    warn_of_text(work)
     whole = work.whole is not None
     counts, unseen = (merge_counts(work.scans, split, whole) for split in SPLITS)
     try:
@@ -175,10 +179,13 @@ def write_vocab(work: Work) -> None:
     print_report(report)
 
 
-def warn_of_languages(work: Work) -> None:
-    """Warn of sources whose text is not in their configured language."""
+def warn_of_text(work: Work) -> None:
+    """Warn of sources whose text is not in their configured language, or wrapped at a width."""
     for i, source in enumerate(work.corpus.each_source()):
-        sample, told = "".join(sample_source(work, i, LANGUAGE_SAMPLE)), ""
+        documents = list(sample_source(work, i, LANGUAGE_SAMPLE))
+        sample, told = "".join(documents), ""
+        if width := find_wrap([line for text in documents for line in text.splitlines()]):
+            print(red(f"warning: {name_source(source)}: {WRAPPED.format(width)}"))
         if source.language.split("-")[0] not in SINITIC and is_chinese(sample):
             told = CHINESE.format(source.language) + SEGMENT * (work.whole is None)
         elif source.language == SourceConfig.language and is_not_latin(sample):
@@ -213,6 +220,20 @@ def is_chinese(text: str) -> bool:
     """Tell whether most letters are Chinese characters, and few are Japanese ones."""
     chinese, kana = (len(re.findall(f"[{letters}]", text)) for letters in ("一-鿿", "ぁ-ヿ"))
     return 2 * chinese > sum(map(str.isalpha, text)) and 10 * kana < chinese
+
+
+def find_wrap(lines: list[str]) -> int:
+    """Estimate the width at which lines are wrapped, or return 0 if they do not seem to be.
+
+    Half of the lines of wrapped text are nearly as long as the longest, and end inside a sentence.
+    """
+    lines = [line.strip() for line in lines if line.strip()]
+    if len(lines) < 100:
+        return 0
+    width = sorted(map(len, lines))[len(lines) * 19 // 20]  # a few may be longer, such as headings
+    full = [line for line in lines if 0.85 * width <= len(line) <= 1.1 * width]
+    inside = [line for line in full if line[-1].isalnum() or line[-1] in ",-"]
+    return width if 30 <= width <= 200 and 2 * len(inside) > len(lines) else 0
 
 
 def is_not_latin(text: str) -> bool:

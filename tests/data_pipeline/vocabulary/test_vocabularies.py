@@ -3,6 +3,7 @@ extension, and the report."""
 
 import json
 import random
+import textwrap
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prose import write_prose
 
 from data_pipeline.build.prepare import prepare
 from data_pipeline.build.stages import is_chinese
@@ -513,6 +515,23 @@ def test_preparation_warns_of_other_scripts_where_no_language_is_given(
             in capsys.readouterr().out
         )
         assert found == (wanted and language == "en")
+
+
+def test_preparation_warns_of_lines_that_are_wrapped(tmp_path, capsys) -> None:
+    lines = [line for text in write_prose()[:20] for line in text.splitlines()]
+    texts = {
+        "paragraphs": "\n\n".join(lines),
+        "wrapped": "\n\n".join(textwrap.fill(line, 72) for line in lines),
+        "sentences": "\n".join(". ".join(lines).split(". ")),
+    }
+    for name, found in texts.items():
+        (tmp_path / name).write_text(found, encoding="utf-8")
+        corpus = CorpusConfig(files=[str(tmp_path / name)], deduplicate=False)
+        config = DataConfig(data_dir=str(tmp_path / f"{name}_data"), corpus=corpus)
+        config.vocab = VocabConfig(size=100)
+        prepare(config, workers=1)
+        warning = f"{name}: its lines seem wrapped at 72 characters" in capsys.readouterr().out
+        assert warning == (name == "wrapped")
 
 
 def test_preparation_warns_of_words_as_long_as_clauses(tmp_path, capsys) -> None:
