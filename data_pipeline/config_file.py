@@ -79,9 +79,13 @@ def read_layers(path: str, overrides: list[str]) -> list[tuple[DictConfig, str]]
     try:
         given = read_yaml(Path(path))
     except FileNotFoundError:
-        raise UserError(
-            f"no config at {path} (in {Path.cwd()}); python -m pretrain configs lists the recipes"
-        ) from None
+        recipe = Path("configs", f"{Path(path).stem}.yaml")
+        hint = (
+            f"did you mean {recipe}?"
+            if recipe.exists()
+            else "python -m pretrain configs lists the recipes"
+        )
+        raise UserError(f"no config at {path} (in {Path.cwd()}); {hint}") from None
     except IsADirectoryError:
         raise UserError(
             f"{path} is a folder; give a YAML file, such as the config.yaml of a run"

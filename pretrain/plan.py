@@ -315,7 +315,8 @@ def list_unusual(
     if (size := tokens * train.global_batch_size) < 2048:
         yield f"{size:,.0f} tokens per step are few; raise train.global_batch_size"
     if counts is not None and (few := float((counts < 50).mean())) > 0.5:
-        yield f"{few:.0%} of the pieces occur fewer than 50 times; lower vocab.size"
+        size = float(f"{(counts >= 50).sum():.2g}")
+        yield f"{few:.0%} of the pieces occur fewer than 50 times; lower vocab.size to {size:,.0f}"
     if train.warmup_steps > train.max_steps / 5:
         yield f"the warm-up takes {train.warmup_steps / train.max_steps:.0%} of the run"
     low, high = USUAL_RATES.get(train.optimizer, (0, 1))

@@ -380,8 +380,7 @@ def write_report(run_dirs: list[Path], out: Path) -> None:
     for run in runs:
         if names[run.name] > 1:
             run.name = str(run.run_dir)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_file(out, render_runs(runs).encode("utf-8"))
+    write_file(check_writable(out), render_runs(runs).encode("utf-8"))
 
 
 def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> tuple[str, str]:
@@ -410,7 +409,7 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or args.run_dirs[0] / PAGES[len(args.run_dirs) > 1]
     check(not out.is_dir(), f"--out {out} is a folder; name a file in it")
-    write_report(args.run_dirs, check_writable(out))
+    write_report(args.run_dirs, out)
     print(f"report: {out}")
 
 

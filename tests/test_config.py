@@ -284,6 +284,8 @@ def test_any_override_is_taken_or_refused(tmp_path_factory, override: str):
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no config at .*absent\.yaml"):
         load_config(Config, str(tmp_path / "absent.yaml"))
+    with pytest.raises(UserError, match=r"no config at mini .*; did you mean configs/mini\.yaml\?"):
+        load_config(Config, "mini")
     with pytest.raises(UserError, match="is a folder; give a YAML file"):
         load_config(Config, str(tmp_path))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\0")

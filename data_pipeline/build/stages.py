@@ -68,8 +68,8 @@ NOT_LATIN = (
     "decides where sentences end and whether accents stay"
 )
 WRAPPED = (
-    "its lines seem wrapped at {} characters, but a line is a paragraph, and no sentence goes on in "
-    "the next; unwrap it, as docs/corpus.md shows"
+    "its lines seem wrapped at {} characters, but a line is a paragraph, and no sentence goes on "
+    "in the next; unwrap it, as docs/corpus.md shows"
 )
 SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chinese characters
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured

@@ -299,8 +299,11 @@ def check_flags(normalizer: dict, settings: dict, vocab: VocabConfig, path: Path
         flags[ours] = found = settings.get(theirs, normalizer.get(ours))
         if ours == "strip_accents" and found is None:
             found = flags["lowercase"]
+        says = f"but the config says {str(getattr(wanted, ours)).lower()}"
+        if getattr(vocab, ours) is None:
+            says = "but where it is not set, it is as lowercase"
         check(
             found in (None, getattr(wanted, ours)),
-            f"{path} was made with {ours} {str(found).lower()}, but the config says "
-            f"{str(getattr(wanted, ours)).lower()}; set vocab.{ours}={str(found).lower()}",
+            f"{path} was made with {ours} {str(found).lower()}, {says}; set "
+            f"vocab.{ours}={str(found).lower()}",
         )

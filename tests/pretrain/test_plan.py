@@ -223,7 +223,7 @@ def test_a_vocabulary_too_large_for_its_text_is_named(prepared: Path) -> None:
     found = list(
         plan.list_unusual(phases_of(config)[0], 1.0, 60.0, np.repeat([10, 100], [60, 40]), 0.0)
     )
-    assert "60% of the pieces occur fewer than 50 times" in found[0]
+    assert "60% of the pieces occur fewer than 50 times; lower vocab.size to 40" in found[0]
 
 
 def test_hiding_all_of_a_word_is_named_only_where_words_have_many_tokens(prepared: Path) -> None:

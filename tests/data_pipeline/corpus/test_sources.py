@@ -132,6 +132,10 @@ def test_a_tsv_file_has_no_quotes(tmp_path: Path):
             r"a\.csv: line 3 is not csv \(3 fields, but the header has 2\)",
         ),
         (
+            "a;body\n1;fine\n",
+            r"a\.csv has no column 'text' \(columns: a, body\); set",
+        ),
+        (
             "",
             r"a\.csv has no column 'text' \(columns: none, the first line is empty\); set",
         ),
