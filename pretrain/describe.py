@@ -182,7 +182,7 @@ def describe_end(
         f"done: {step:,} step{'s' * (step != 1)}; this command trained for {say_duration(seconds)}"
     )
     print(say_quality({name: value for name, value in evaluation.items() if value is not None}))
-    if verdict[0] in ("Overfits", "Gets worse", "Has not left the plateau"):
+    if verdict[0] not in ("Learns", "Not evaluated yet", ""):
         print(red(f"{verdict[0].lower()}: {verdict[1]}"))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {

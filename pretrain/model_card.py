@@ -76,7 +76,7 @@ def model_card(
         usage(config, mask),
         "## Training data\n\n" + training_data(config, manifest),
         "## Training procedure\n\n" + training_procedure(config, state, phases, parameters),
-        "## Evaluation\n\n" + evaluation(config, state["evaluation"]),
+        "## Evaluation\n\n" + evaluation(config, state["evaluation"], state.get("evaluated_step")),
         "## Limits\n\n" + limits(config, state, lowercase, positions),
         "## Provenance\n\n" + provenance(state["fingerprint"]),
     ]
@@ -251,8 +251,11 @@ def by_phase(phases: list[Phase], describe: Callable[[Phase], str]) -> str:
     return " and ".join(text + start for text, start in found)
 
 
-def evaluation(config: Config, metrics: dict) -> str:
-    """Write the table of held-out metrics and baselines, without those that are missing."""
+def evaluation(config: Config, metrics: dict, step: int | None) -> str:
+    """Write the table of held-out metrics and baselines, without those that are missing.
+
+    step: that of the metrics; None: unknown, as in checkpoints of 0.2.0.
+    """
     pairs = PAIRS.get(config.data.objective, {}).get("metric")
     filled = "Generator's masked-LM" if config.model.family.discriminator else "Masked-LM"
     known = {name: v for name, v in metrics.items() if v is not None and math.isfinite(v)}
@@ -280,9 +283,10 @@ def evaluation(config: Config, metrics: dict) -> str:
             rows.append((name, form.format(value), beside))
     if not rows:
         return "The model was not evaluated on held-out documents.\n"
+    at = "" if step is None else f" (step {step:,})"
     return (
-        "On held-out documents, at the last evaluation up to this checkpoint. The baseline is what "
-        "a guess without a model reaches.\n\n" + table(("Metric", "Model", "Baseline"), rows)
+        f"On held-out documents, at the last evaluation up to this checkpoint{at}. The baseline is "
+        "what a guess without a model reaches.\n\n" + table(("Metric", "Model", "Baseline"), rows)
     )
 
 

@@ -89,7 +89,7 @@ def judge_run(run: RunRecord) -> tuple[str, str]:
         told += f"{best_step:,}"
         trained = run.losses("train")
         before = [loss for step, loss in trained if step <= best_step][-RECENT:]
-        then = before or [loss for _, loss in trained[:1]]
+        then = before or [loss for _, loss in trained[: len(trained) // 2]]
         now = [loss for _, loss in trained[-RECENT:]]
         if then and statistics.mean(now) < statistics.mean(then):
             return "Overfits", f"{told}, while the training loss has fallen"

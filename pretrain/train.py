@@ -290,7 +290,7 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
     probes; checkpoint and export record the metrics.
 
     A signal stops the run between two batches, or two passes of the probes; the next start then
-    evaluates. Before the first step there is nothing to save yet, so that step is made first.
+    evaluates.
     """
     found, others = {}, {}
     keys = judged_by(run.config, phase_at(run.phases, max(done - 1, 0)))
@@ -298,14 +298,14 @@ def evaluate_run(run: Run, record: Record, done: int) -> None:
         for key in sorted(run.held_out.keys() & keys):
             one = evaluate(run.bare, run.held_out[key], run.accelerator)
             if one is None:
-                return leave_evaluation(run, record, done)
+                leave_evaluation(run, record, done)
             length, _ = key
             is_base = length == run.config.data.max_seq_length
             found |= one if is_base else name_length(one, length)
         if run.probes:
             scored = run.probes.measure(run.bare, run.accelerator)
             if scored is None:
-                return leave_evaluation(run, record, done)
+                leave_evaluation(run, record, done)
             found |= scored
             others = run.probes.fill(run.bare, run.accelerator)
         run.state |= {"evaluation": found, "evaluated_step": done}
@@ -324,6 +324,7 @@ def make_due_evaluation(run: Run, record: Record) -> None:
     step = run.state["step"]
     if not step and run.is_evaluated and run.config.init_from:
         evaluate_run(run, record, 0)
+        record.left = TimeLeft(run.phases, 0)  # an evaluation is no step
     is_due = run.state.pop("evaluation_due", False)
     if run.is_evaluated and step == run.config.train.max_steps:
         # checkpoints of 0.2.0 do not say when they were evaluated
@@ -333,12 +334,10 @@ def make_due_evaluation(run: Run, record: Record) -> None:
         save_run(run, record, step)
 
 
-def leave_evaluation(run: Run, record: Record, done: int) -> None:
-    """Stop all ranks on a signal during an evaluation, which the next start repeats; before the
-    first step, go on to it."""
-    if done:
-        run.state["evaluation_due"] = True
-        stop_run(run, record, done, agree_on_signal(run.accelerator))
+def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:
+    """Stop all ranks on a signal during an evaluation, which the next start repeats."""
+    run.state["evaluation_due"] = True
+    stop_run(run, record, done, agree_on_signal(run.accelerator))
 
 
 def save_run(run: Run, record: Record, done: int) -> None:
@@ -387,17 +386,19 @@ def finish_writing(run: Run) -> Path | None:
 
 
 def stop_run(run: Run, record: Record, done: int, stop: Signals) -> NoReturn:
-    """Write a checkpoint and end all ranks, after a signal."""
+    """Write a checkpoint, if a step is done, and end all ranks, after a signal."""
     run.announce_stop()  # the signal may have reached another rank only
-    save_run(run, record, done)
-    saved = finish_writing(run)
+    saved = "no step is done yet"
+    if done:
+        save_run(run, record, done)
+        saved = f"the checkpoint is {finish_writing(run)}"
     record.bar.close()
     if run.is_main:
         record.tracker.close()
     leave_group(run)
     run.lock.close()
-    message = f"stopped at step {done:,} on {stop.name}; the checkpoint is {saved}; start the same "
-    message += "command again to continue"
+    message = f"stopped at step {done:,} on {stop.name}; {saved}; start the same command again to "
+    message += "continue"
     raise Stopped(message if run.is_main else "")
 
 

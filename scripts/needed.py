@@ -8,8 +8,8 @@ def check_packages(*names: str) -> None:
     """Exit with code 2 and name the packages that are missing; call it before importing them."""
     if missing := [name for name in names if not find_spec(name)]:
         print(
-            f"error: {sys.executable} lacks {', '.join(missing)}; run source .venv/bin/activate in "
-            "the project's folder, or install them with pip",
+            f"error: {sys.executable} lacks {', '.join(missing)}; install them with pip, or run "
+            "source .venv/bin/activate in the project's folder",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 from data_pipeline.build.assemble import (
@@ -225,15 +225,21 @@ def is_chinese(text: str) -> bool:
 def find_wrap(lines: list[str]) -> int:
     """Estimate the width at which lines are wrapped, or return 0 if they do not seem to be.
 
-    Half of the lines of wrapped text are nearly as long as the longest, and end inside a sentence.
+    Most lines of wrapped text are nearly as long as the longest, and most of these end inside a
+    sentence, which goes on in the next line with no capital.
     """
     lines = [line.strip() for line in lines if line.strip()]
     if len(lines) < 100:
         return 0
     width = sorted(map(len, lines))[len(lines) * 19 // 20]  # a few may be longer, such as headings
-    full = [line for line in lines if 0.85 * width <= len(line) <= 1.1 * width]
-    inside = [line for line in full if line[-1].isalnum() or line[-1] in ",-"]
-    return width if 30 <= width <= 200 and 2 * len(inside) > len(lines) else 0
+    going_on = sum(
+        0.85 * width <= len(line) <= 1.1 * width
+        and (unicodedata.category(line[-1])[0] in "LMN" or line[-1] in ",;:-—،、，")
+        and following[0].isalpha()
+        and not following[0].isupper()
+        for line, following in pairwise(lines)
+    )
+    return width if 20 <= width <= 200 and 5 * going_on > 2 * len(lines) else 0
 
 
 def is_not_latin(text: str) -> bool:

@@ -167,7 +167,4 @@ def find_delimiter(header: str, wanted: set[str]) -> str:
     """Find the delimiter of a CSV file: the comma, or whatever gives its header more of the wanted
     names. Spreadsheets write semicolons where numbers have a decimal comma."""
     rows = {mark: next(csv.reader([header], delimiter=mark), []) for mark in ",;\t"}
-    best = max(rows, key=lambda mark: len(wanted.intersection(rows[mark])))
-    # for the message about the names that are there
-    is_other = not wanted.intersection(rows[best]) and len(rows[","]) < 2 <= len(rows[";"])
-    return ";" if is_other else best
+    return max(rows, key=lambda mark: len(wanted.intersection(rows[mark])))

@@ -246,6 +246,8 @@ def read_table(chunk: FileChunk, source: SourceConfig, **dialect) -> Iterator[st
     rows = csv.reader(chain([first], lines_read), strict=True, **dialect)
     try:
         header = next(rows, [])
+        if len(header) == 1 and source.text_field not in header:
+            header = header[0].split(";")  # for the message
         check_column(source.text_field, header, chunk, "corpus.text_field")
         column = header.index(source.text_field)
         while True:

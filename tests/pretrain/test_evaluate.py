@@ -21,7 +21,7 @@ from pretrain import loss
 from pretrain.config import ModelConfig
 from pretrain.evaluate import GROUPS, HeldOut, evaluate, frequency_bands, token_groups, word_sizes
 from pretrain.models.bert import PretrainingModel
-from pretrain.objectives import SentencePairs
+from pretrain.objectives import MaskedLM, SentencePairs
 
 TINY = ModelConfig(
     hidden_size=32, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3
@@ -171,6 +171,9 @@ def test_baselines_say_what_no_model_is_needed_for(prepared: Path, store: TokenS
     chance = (known + 0.1) / (known + 0.1).sum()
     loss = -np.log(chance[seen]).mean()
     assert held_out.baselines["eval/unigram_entropy"] == pytest.approx(loss)
+    rare = np.zeros(len(known)) + (np.arange(len(known)) == seen[-1])
+    found = MaskedLM().baselines(tokens, rare, *[np.zeros(0)] * 2)
+    assert found["unigram_accuracy"] == pytest.approx((seen == seen[-1]).mean())
     without_pairs = build_held_out(prepared, store, objective="none").baselines
     for name in ("majority", "by_lengths", "by_shared_words"):
         assert f"eval/nsp_{name}" in held_out.baselines

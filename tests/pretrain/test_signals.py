@@ -93,17 +93,20 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
     assert cut.keys() == whole.keys() and cut["evaluation"] == whole["evaluation"]
 
 
-def test_a_signal_while_the_model_of_init_from_is_evaluated_comes_after_the_first_step(
+def test_an_evaluation_before_the_first_step_is_made_when_the_run_begins_again(
     prepared: Path, straight: Path, tmp_path: Path
 ) -> None:
     score = {"module": "pretrain.models.bert", "name": "PretrainingModel.score"}
     plant = {"condition": "len(calls) == 1", "numbers": [int(signal.SIGTERM)]}
     start = f"init_from={straight / 'export'}"
-    done = run_with(prepared, tmp_path, start, **score, **plant)
-    assert done.returncode == 75 and "stopped at step 1 on SIGTERM" in done.stderr
-    assert checkpoints(tmp_path) == ["step-00000001"] and not metrics(tmp_path)
-    train_here(prepared, tmp_path, start)
-    assert checkpoints(tmp_path)[-1] == "step-00000012"
+    done = run_with(prepared, tmp_path / "a", start, **score, **plant)
+    assert done.returncode == 75
+    assert "stopped at step 0 on SIGTERM; no step is done yet; start the same" in done.stderr
+    assert not checkpoints(tmp_path / "a") and not metrics(tmp_path / "a")
+    for name in "ab":
+        train_here(prepared, tmp_path / name, start)
+    assert metrics(tmp_path / "a")[0]["step"] == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("first", [3, 7])

@@ -20,4 +20,4 @@ def test_a_package_that_is_missing_is_named(script: str, name: str) -> None:
     hide = f"sys.modules[{name!r}] = None; sys.path.insert(0, {str(ROOT / 'scripts')!r})"
     done = fork(["-c", f"import runpy, sys; {hide}; runpy.run_path({path!r})"])
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and f"lacks {name}; run source .venv/bin/activate" in line
+    assert done.returncode == 2 and f"lacks {name}; install them with pip, or run source" in line
