@@ -183,13 +183,15 @@ def by_phenomenon(paradigms: list[tuple[str, str, str]], right: np.ndarray) -> d
 
     paradigms: the names of each pair's field, phenomenon and paradigm, as in `LEVELS`.
     right: from `prefers_good`.
-    Returns `mean`, over all paradigms, and a dict from name to mean for each of `LEVELS`.
+    Returns `mean`, over all paradigms, its `standard_error`, by which other pairs of the same
+    paradigms would differ, and a dict from name to mean for each of `LEVELS`.
     """
     pairs: dict[tuple[str, str, str], list[float]] = {}
     for names, value in zip(paradigms, right.tolist(), strict=True):
         pairs.setdefault(names, []).append(value)
     means = {names: float(np.mean(values)) for names, values in pairs.items()}
-    found = {"mean": float(np.mean(list(means.values())))}
+    error = sum(np.var(values) / len(values) for values in pairs.values()) ** 0.5 / len(pairs)
+    found = {"mean": float(np.mean(list(means.values()))), "standard_error": float(error)}
     for level, name in enumerate(LEVELS):
         groups: dict[str, list[float]] = {}
         for names, mean in means.items():

@@ -80,6 +80,9 @@ def print_table(results: dict) -> None:
     paradigms, pairs = results["paradigms"], results["pairs"]
     title = f"mean over {paradigms} paradigm{'s' * (paradigms != 1)}"
     print(f"{title:38}{means}")
+    if pairs > paradigms:
+        errors = "".join(f"{column['standard_error']:10.3f}" for column in columns)
+        print(f"{'standard error of the mean':38}{errors}")
     print(f"{pairs:,} pair{'s' * (pairs != 1)}, {results['pairs_per_second']:,.0f} per second")
 
 

@@ -118,6 +118,16 @@ def test_means_are_over_the_paradigms_of_a_phenomenon() -> None:
     assert found["mean"] == pytest.approx((1 + 0.25 + 0.5) / 3)
 
 
+def test_the_standard_error_is_how_much_means_of_other_pairs_differ() -> None:
+    rng, rates = np.random.default_rng(0), (0.9, 0.6, 0.5)
+    names = [("f", "t", str(i)) for i, n in enumerate((20, 50, 200)) for _ in range(n)]
+    draws = [np.array([rng.random() < rates[int(name)] for *_, name in names]) for _ in range(400)]
+    found = [by_phenomenon(names, right.astype(float)) for right in draws]
+    errors = [one["standard_error"] for one in found]
+    # of 400 draws, the spread is known to 1 / sqrt(800) = 3.5 %
+    assert np.mean(errors) == pytest.approx(np.std([one["mean"] for one in found]), rel=0.14)
+
+
 @pytest.mark.parametrize(
     "header",
     ["good\tbad", "sentence_good\tsentence_bad", "Good\tBad", "sen\twrong_sen"],
