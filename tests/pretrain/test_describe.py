@@ -67,6 +67,9 @@ def test_a_single_step_is_counted_as_one(tmp_path: Path, capsys) -> None:
     config = Config(train=TrainConfig(**train))
     text = training_procedure(config, {"step": 1, "fingerprint": {}}, phases_of(config), 9)
     assert "| 1 step of 256 " in text and "after 1 step of warm-up" in text
+    config.train.extend = True
+    extended = training_procedure(config, {"step": 1, "fingerprint": {}}, phases_of(config), 9)
+    assert "shorter schedule" in extended and "shorter schedule" not in text
     assert say_split({"documents": 1, "tokens": 1234}) == "1 document (1,234 tokens)"
     assert say_split({"documents": 0, "tokens": 0}) == "0 documents (0 tokens)"
 
