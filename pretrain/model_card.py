@@ -219,7 +219,7 @@ def training_procedure(config: Config, state: dict, phases: list[Phase], paramet
         ),
     )
     if train.extend:
-        rates += "; the run was extended, and its first steps had the rates of a shorter schedule"
+        rates += "; with `train.extend`, so earlier steps may have had those of a shorter schedule"
     predicted = by_phase(phases, lambda phase: f"{phase.data.masked_lm_prob:.0%}")
     kept = 1 - data.mask_replace_prob - data.random_replace_prob
     precision = state["fingerprint"].get("train.precision", train.precision)
