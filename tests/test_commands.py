@@ -113,6 +113,17 @@ def test_every_line_of_an_unnamed_block_is_a_command() -> None:
                 assert command in COMMANDS or command.startswith(".venv/bin/python -m pip "), line
 
 
+def test_the_line_that_unwraps_text_makes_a_line_of_each_paragraph(tmp_path: Path) -> None:
+    page = (ROOT / "docs/corpus.md").read_text(encoding="utf-8")
+    command = re.search("^tr .*", page, re.M)[0]
+    paragraphs = ["to be, or not", "a  b", "x"]
+    wrapped = "\n \t\n\n".join("\n".join(text.split(" ")) for text in paragraphs) + "\n"
+    (tmp_path / "FILE").write_bytes(wrapped.replace("\n", "\r\n").encode())
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    found = (tmp_path / "UNWRAPPED.txt").read_text().splitlines()
+    assert found == ["to be, or not", "a", "b", "x"]
+
+
 def test_a_real_run_goes_from_the_plan_to_the_export() -> None:
     commands = [c for c in of_kind("run") if COMMANDS[c] == "README.md"]
     modules = [re.match(r"python -m ([\w.]+) ", c)[1] for c in commands[:4]]
