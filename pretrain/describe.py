@@ -171,19 +171,19 @@ def describe_end(
     step: int,
     seconds: float,
     evaluation: dict[str, float],
-    verdict: tuple[str, str],
+    trouble: str,
 ) -> None:
     """Print the results of a run, its output files, and how to train further.
 
     evaluation: None stands for a number that was not finite.
-    verdict: that of the run report, and its reason, which are printed if they are no praise.
+    trouble: the verdict of the run report, if it is no praise, else "".
     """
     print(
         f"done: {step:,} step{'s' * (step != 1)}; this command trained for {say_duration(seconds)}"
     )
     print(say_quality({name: value for name, value in evaluation.items() if value is not None}))
-    if verdict[0] not in ("Learns", "Not evaluated yet", ""):
-        print(red(f"{verdict[0].lower()}: {verdict[1]}"))
+    if trouble:
+        print(red(trouble))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     rows = {
         "export": "the model; load it with from_pretrained of transformers",

@@ -124,7 +124,7 @@ def describe(
         kept, new = sum(len(s) == 1 for s in sources), sum(len(s) > 1 for s in sources)
         line += f"; {kept:,} pieces of its vocabulary, and {new:,} new ones as means of these"
         if unknown := len(sources) - kept - new:
-            line += f"; {unknown:,}, such as [unused] ones, start at random"
+            line += f"; {unknown:,} start at random"
     return line
 
 

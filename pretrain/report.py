@@ -44,6 +44,7 @@ WARNINGS = {  # metric of the monitor -> what it says
     "monitor/unknown": "more than 5 % of the training tokens are [UNK]",
 }
 PAGES = ("report.html", "compared.html")  # of one run, and of several
+UNTROUBLED = ("Learns", "Not evaluated yet")  # verdicts on a run
 UNIGRAM_PAIRS = "eval/minimal_pairs_unigram"
 FIGURES = {  # metric -> what it is, form of its value
     "eval/mlm_loss": ("held-out loss, nats", "{:.3f}"),
@@ -68,10 +69,7 @@ PAIR_TITLES = {"nsp": "Next sentence", "sop": "Sentence order", "none": ""}
 
 
 def judge_run(run: RunRecord) -> tuple[str, str]:
-    """Judge where a run stands; returns the verdict and the reason for it.
-
-    All verdicts but "Learns" and "Not evaluated yet" are of runs in trouble.
-    """
+    """Judge where a run stands; returns the verdict and the reason for it."""
     losses, entropies = run.losses("eval"), run.series("eval/unigram_entropy")
     recorded = [line["eval/mlm_loss"] for line in run.lines if "eval/mlm_loss" in line]
     if recorded and recorded[-1] is None:
@@ -373,28 +371,34 @@ def render_runs(runs: list[RunRecord]) -> str:
     )
 
 
-def write_report(run_dirs: list[Path], out: Path) -> None:
-    """Write the page of some runs; raises `UserError` if a folder is not that of a run."""
+def write_report(run_dirs: list[Path], out: Path) -> list[RunRecord]:
+    """Write the page of some runs, and return them.
+
+    Raises `UserError` if a folder is not that of a run.
+    """
     runs = [RunRecord(run_dir) for run_dir in run_dirs]
     names = Counter(run.name for run in runs)
     for run in runs:
         if names[run.name] > 1:
             run.name = str(run.run_dir)
     write_file(check_writable(out), render_runs(runs).encode("utf-8"))
+    return runs
 
 
-def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> tuple[str, str]:
-    """Write `report.html` of a run at work, and return what `judge_run` says of it.
+def refresh_report(run_dir: Path, log_line: Callable[[str], None]) -> str:
+    """Write `report.html` of a run at work, and return its verdict with the reason; "" if it has no
+    trouble.
 
     A failure is one warning, since it must stop no run.
     """
     try:
-        write_report([run_dir], run_dir / "report.html")
-        return judge_run(RunRecord(run_dir))
+        (run,) = write_report([run_dir], run_dir / "report.html")
+        verdict, reason = judge_run(run)
+        return "" if verdict in UNTROUBLED else f"{verdict.lower()}: {reason}"
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         log_line(f"warning: report.html was not written, the run continues: {reason}")
-        return "", ""
+        return ""
 
 
 def main() -> None:

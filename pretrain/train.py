@@ -324,7 +324,6 @@ def make_due_evaluation(run: Run, record: Record) -> None:
     step = run.state["step"]
     if not step and run.is_evaluated and run.config.init_from:
         evaluate_run(run, record, 0)
-        record.left = TimeLeft(run.phases, 0)  # an evaluation is no step
     is_due = run.state.pop("evaluation_due", False)
     if run.is_evaluated and step == run.config.train.max_steps:
         # checkpoints of 0.2.0 do not say when they were evaluated
@@ -332,6 +331,7 @@ def make_due_evaluation(run: Run, record: Record) -> None:
     if is_due:
         evaluate_run(run, record, step)
         save_run(run, record, step)
+    record.left = TimeLeft(run.phases, step)  # without the time of these evaluations
 
 
 def leave_evaluation(run: Run, record: Record, done: int) -> NoReturn:
@@ -421,8 +421,8 @@ def finish(run: Run, record: Record) -> None:
             seconds = time.perf_counter() - record.left.began
             checkpoint = newest_checkpoint(run_dir / "checkpoints")
             export_checkpoint(checkpoint, run.config, run_dir / "export")
-            verdict = refresh_report(run_dir, print)
-            describe_end(run_dir, state["step"], seconds, state["evaluation"], verdict)
+            trouble = refresh_report(run_dir, print)
+            describe_end(run_dir, state["step"], seconds, state["evaluation"], trouble)
 
 
 def leave_group(run: Run) -> None:

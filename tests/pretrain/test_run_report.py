@@ -168,6 +168,9 @@ def test_a_run_that_is_worse_than_its_start_is_told(
     found, why = judge_run(run)
     assert found == verdict and why == f"the held-out loss is 5.200, 0.20 nats above its best {end}"
     assert "Best held-out loss so far: 5.000 at step 0." in page_of(tmp_path).text
+    assert report.refresh_report(tmp_path, print) == f"{verdict.lower()}: {why}"
+    write_run(tmp_path / "good", [evaluated(0, 5.0), evaluated(200, 4.8)])
+    assert report.refresh_report(tmp_path / "good", print) == ""
 
 
 def test_losses_of_pairs_are_not_compared_with_those_of_single_segments(tmp_path: Path) -> None:
