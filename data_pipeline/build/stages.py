@@ -73,9 +73,7 @@ WRAPPED = (
 )
 SINITIC = ("zh", "yue", "wuu", "gan", "hak", "nan", "lzh")  # languages of Chinese characters
 SAMPLE = 1 << 20  # characters of each source in which the loss of accents is measured
-LANGUAGE_SAMPLE = (
-    1 << 16
-)  # characters of each source by which its language and wrapped lines are recognised
+LANGUAGE_SAMPLE = 1 << 16  # characters of each source that show its script and wrapped lines
 # Of the files in `work`: 1 and 2 divided the text among the tasks in another way, 3 kept no
 # checksums, 4 had words of other tokenizers as text, 5 to 7, 10 and 12 other rules of where a
 # sentence ends, 8, 9 and 11 of which copy is kept.
